@@ -1,0 +1,1 @@
+"""The paged draft context: projected target features, kept as latents in pages."""

@@ -1,0 +1,186 @@
+"""What TensorRT-LLM's stock DFlash/DSpark worker reads from a drafter, under the names it reads.
+
+Each name is a view of what the model already has; nothing is stored twice. Host words stay on this side of the border.
+
+Source: NVIDIA/TensorRT-LLM `_torch/speculative/dflash.py` at 06d34b7b and `_torch/models/modeling_dspark.py` at 0391c3d1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from cute_kernels.reference.context_append import finish_latents
+from trtllm_dspark.checkpoint import canonical_name
+from trtllm_dspark.errors import DSparkError
+from trtllm_dspark.model.heads import greedy_chain
+
+if TYPE_CHECKING:
+    from trtllm_dspark.model.mla import MLADSparkForCausalLM
+
+
+class HostWorkerContract(nn.Module):
+    """Mixed into `MLADSparkForCausalLM`. W below is the latent's width (576 in the published drafter)."""
+
+    _uses_worker_attention_backend = False  # the drafter runs its own attention
+    _paged_ctx_cache = True
+    _num_kv_heads = 1
+    _kv_factor = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._runtime_position_ceiling: int | None = None  # settable; angles are computed, so nothing is sized by it
+        self.logits_processor: Any = None
+        self.lm_head: Any = None
+
+    # ---------------------------------------------------------------------------------------------------- attributes
+    @property
+    def fc(self: MLADSparkForCausalLM) -> nn.Module:  # type: ignore[misc]
+        return self.context_proj
+
+    @property
+    def hidden_norm(self: MLADSparkForCausalLM) -> nn.Module:  # type: ignore[misc]
+        return self.context_norm
+
+    @property
+    def model(self: MLADSparkForCausalLM) -> nn.Module:  # type: ignore[misc]
+        return self
+
+    @property
+    def draft_model_full(self: MLADSparkForCausalLM) -> nn.Module:  # type: ignore[misc]
+        return self
+
+    @property
+    def block_size(self: MLADSparkForCausalLM) -> int | None:  # type: ignore[misc]
+        return self.config.block_size
+
+    @property
+    def mask_token_id(self: MLADSparkForCausalLM) -> int:  # type: ignore[misc]
+        return self.config.mask_token_id
+
+    @property
+    def dflash_attention_backend(self: MLADSparkForCausalLM) -> str:  # type: ignore[misc]
+        """The concrete name, never AUTO."""
+        return self.backend.name
+
+    @property
+    def _dspark_shift_label(self: MLADSparkForCausalLM) -> bool:  # type: ignore[misc]
+        return self.config.sample_from_anchor
+
+    @property
+    def _num_attn_layers(self: MLADSparkForCausalLM) -> int:  # type: ignore[misc]
+        return self.config.num_layers
+
+    @property
+    def _num_heads(self: MLADSparkForCausalLM) -> int:  # type: ignore[misc]
+        """On this rank."""
+        return self.config.num_heads // self.tp.size
+
+    @property
+    def _head_dim(self: MLADSparkForCausalLM) -> int:  # type: ignore[misc]
+        """W."""
+        return self.config.latent_width
+
+    @property
+    def has_markov_head(self: MLADSparkForCausalLM) -> bool:  # type: ignore[misc]
+        return self.markov_head is not None
+
+    @property
+    def markov_w2(self: MLADSparkForCausalLM) -> torch.Tensor | None:  # type: ignore[misc]
+        """[V, R], or None."""
+        return None if self.markov_head is None else self.markov_head.markov_w2.weight
+
+    # ------------------------------------------------------------------------------------------------------- methods
+    def _build_fused_kv_buffers(self) -> None:
+        """The layers' latent projections are one parameter from the start, so there is nothing to build."""
+
+    def project_target_hidden(self: MLADSparkForCausalLM, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[misc]
+        """[T, n_taps * D_target] -> [T, D]."""
+        return self.project_context(hidden)
+
+    def precompute_context_kv(
+        self: MLADSparkForCausalLM,  # type: ignore[misc]
+        projected_hidden: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """[N, D] and absolute positions [N] -> finished latents [N, L, 1, W]; there is no second plane."""
+        cos, sin = self.rope.angles(positions)
+        z = self.context_latents(projected_hidden)
+        rows = finish_latents(z, self.latent_norm, cos.unsqueeze(1), sin.unsqueeze(1), self.config.rms_norm_eps)
+        return rows.unsqueeze(2), None
+
+    def dflash_forward(
+        self: MLADSparkForCausalLM,  # type: ignore[misc]
+        noise_embedding: torch.Tensor,
+        query_positions: torch.Tensor,
+        num_ctx_per_req: torch.Tensor,
+        ctx_k_cache: torch.Tensor | None,
+        ctx_v_cache: torch.Tensor | None,
+        ctx_cache_batch_idx: torch.Tensor,
+        ctx_kv_cache: Sequence[torch.Tensor] | None = None,
+        ctx_page_table: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of the blocks over the host's paged pool.
+
+        Args:
+            noise_embedding: [B, S, D]. query_positions: [B, S], int64, absolute.
+            num_ctx_per_req: [B], tokens of context. ctx_k_cache, ctx_v_cache: the host's dense arena; not used.
+            ctx_cache_batch_idx: [B], the row of ctx_page_table that belongs to each request.
+            ctx_kv_cache: L views [num_pages, 1, 1, P, W]. ctx_page_table: [rows, max_pages], int32.
+        Returns:
+            [B * S, D].
+        Raises:
+            DSparkError: the host passes no paged pool.
+        """
+        if ctx_kv_cache is None or ctx_page_table is None:
+            raise DSparkError(
+                "MLADSparkForCausalLM: the draft context must be paged (ctx_kv_cache and ctx_page_table), the host passed "
+                "a dense arena. Keep the draft KV cache manager enabled."
+            )
+        pages = [view[:, 0, 0] for view in ctx_kv_cache]
+        table = ctx_page_table.index_select(0, ctx_cache_batch_idx.long())
+        hidden = self.draft_hidden(noise_embedding, query_positions, pages, table, num_ctx_per_req.int())
+        return hidden.flatten(0, 1)
+
+    def apply_markov_chain_logits(
+        self: MLADSparkForCausalLM,  # type: ignore[misc]
+        base_logits: torch.Tensor,
+        first_prev_tokens: torch.Tensor,
+        argmax_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        vocab_slice: slice | None = None,
+    ) -> torch.Tensor:
+        """[B, K, V] and anchors [B] -> logits with the Markov bias, [B, K, V] in base_logits' dtype.
+
+        argmax_fn and vocab_slice: see `greedy_chain`; for logits that are sharded over the vocabulary.
+        """
+        chain = greedy_chain(
+            self.markov_head,
+            base_logits,
+            first_prev_tokens,
+            argmax=argmax_fn,
+            vocab=vocab_slice or slice(None),
+            keep_logits=True,
+        )
+        assert chain.logits is not None
+        return chain.logits.to(base_logits.dtype)
+
+    def load_weights(self: MLADSparkForCausalLM, weights: Mapping[str, torch.Tensor]) -> None:  # type: ignore[misc]
+        """Fill from tensors under their stored names; every parameter or an error. Slices them for this rank."""
+        named = {canonical_name(name): tensor for name, tensor in weights.items()}
+
+        def read(name: str, dim: int | None) -> torch.Tensor:
+            if name not in named:
+                raise DSparkError(
+                    f"MLADSparkForCausalLM: {name} is required, the weights passed do not hold it. "
+                    "Pass every tensor of the draft checkpoint."
+                )
+            return named[name] if dim is None else named[name].chunk(self.tp.size, dim)[self.tp.rank]
+
+        self.fill(read)
+
+    def load_weights_from_target_model(self, target_model: Any) -> None:
+        """Share the target's lm_head, by reference."""
+        self.lm_head = target_model.lm_head

@@ -1,0 +1,56 @@
+"""The parts every DSpark drafter is made of. No weight is initialised here: a checkpoint or a trainer fills all of them."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cute_kernels.reference.rotation import rms_norm
+from trtllm_dspark.model.parallel import TensorParallel
+
+
+class RMSNorm(nn.Module):
+    """fp32 statistics, rounded to the input's dtype, times weight. [..., size] -> [..., size]."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    """Bias-free projection, weight [out, in]."""
+
+    def __init__(self, size_in: int, size_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """Rows of a table, weight [count, size]. Ids must lie in [0, count): there is no padding id."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, size))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class GatedMLP(nn.Module):
+    """down(SiLU(gate x) * up x); the inner columns are split over tensor-parallel ranks. [..., D] -> [..., D]."""
+
+    def __init__(self, hidden: int, inner: int, tp: TensorParallel) -> None:
+        super().__init__()
+        local = tp.share(inner, "intermediate_size")
+        self.gate_proj, self.up_proj = Linear(hidden, local), Linear(hidden, local)
+        self.down_proj = Linear(local, hidden)
+        self.tp = tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tp.sum(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
