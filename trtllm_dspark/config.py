@@ -392,6 +392,13 @@ class DraftConfig(BaseModel):
 
 
 _CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
+_CONFIG_KEYS = {  # our fields whose key in config.json has another name
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "target_num_layers": "target_num_hidden_layers",
+    "theta": "rope_theta",
+}
 _MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -508,7 +515,7 @@ def _refuse_unbuilt(reader: _Reader, family: str, quantization: Mapping[str, Any
         if reader.flag(switch):
             raise UnsupportedError(f"{who}: {switch} true is not supported.")
     causal = reader.find("causal", "is_causal")
-    if any(one is True for one in (causal if isinstance(causal, list | tuple) else [causal])):
+    if causal is True or (isinstance(causal, list | tuple) and any(one is not False for one in causal)):
         raise UnsupportedError(f"{who}: causal {causal!r} is not supported: rows of a block attend to the whole block.")
     if not isinstance(causal, list | tuple):
         reader.flag("causal", "is_causal")
@@ -619,7 +626,7 @@ def _build(kind: type[M], who: str, **fields: Any) -> M:
             cause = item.get("ctx", {}).get("error")
             if isinstance(cause, DSparkError):
                 raise DSparkError(str(cause).replace(WHO, who, 1)) from None
-            field = ".".join(str(part) for part in item["loc"])
+            field = ".".join(_CONFIG_KEYS.get(str(part), str(part)) for part in item["loc"])
             wrong.append(f"{field}: {item['msg'][0].lower()}{item['msg'][1:]}, came {item['input']!r}")
         raise DSparkError(f"{who}: {'; '.join(wrong)}.") from None
 

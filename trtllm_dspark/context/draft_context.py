@@ -118,7 +118,5 @@ class DraftContext:
 
     def _held(self, request: Hashable) -> RequestPages:
         if request not in self.requests:
-            raise DSparkError(
-                f"DraftContext: request {request!r} must be admitted first; known: {list(self.requests)}."
-            )
+            raise DSparkError(f"DraftContext: request {request!r} must be admitted first; known: {list(self.requests)}.")
         return self.requests[request]

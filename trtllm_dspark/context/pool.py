@@ -30,9 +30,7 @@ class PoolLayout:
     def __post_init__(self) -> None:
         for name in ("num_layers", "width", "page_size"):
             if getattr(self, name) < 1:
-                raise DSparkError(
-                    f"PoolLayout: {name} must be at least 1, it is {getattr(self, name)}. Give a positive size."
-                )
+                raise DSparkError(f"PoolLayout: {name} must be at least 1, it is {getattr(self, name)}. Give a positive size.")
 
     @classmethod
     def of(cls, config: DraftConfig, *, page_size: int, dtype: torch.dtype) -> "PoolLayout":
@@ -91,9 +89,7 @@ class ContextPool:
     def allocate(cls, layout: PoolLayout, num_pages: int, device: torch.device | str = "cpu") -> "ContextPool":
         """A pool of num_pages pages. A float pool starts as NaN: a row that is read before it is written shows."""
         if num_pages < 1:
-            raise DSparkError(
-                f"ContextPool: num_pages must be at least 1, it is {num_pages}. Give the pool more memory."
-            )
+            raise DSparkError(f"ContextPool: num_pages must be at least 1, it is {num_pages}. Give the pool more memory.")
         shape = (layout.num_layers, num_pages, layout.page_size, layout.width)
         return cls(layout, torch.full(shape, torch.nan, dtype=layout.dtype, device=device).unbind(0))
 

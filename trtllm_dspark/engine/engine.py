@@ -79,9 +79,7 @@ class Engine:
     def _check_size(self, prompt: int, params: SamplingParams) -> None:
         needed, limits = prompt + params.max_new_tokens, []
         if self.target.max_positions is not None:
-            limits.append(
-                (self.target.max_positions, "the target's positions", "Shorten the prompt or max_new_tokens.")
-            )
+            limits.append((self.target.max_positions, "the target's positions", "Shorten the prompt or max_new_tokens."))
         if self.drafter is not None:
             limits.append((self.drafter.context.capacity, "the draft pool", "Give the pool more tokens."))
         for limit, what, remedy in limits:
@@ -98,9 +96,7 @@ class Engine:
             self.step()
         return [self._done.pop(request) for request in order]
 
-    def stream(
-        self, prompt: Sequence[int], params: SamplingParams = SamplingParams()
-    ) -> Generator[Commit, None, Completion]:
+    def stream(self, prompt: Sequence[int], params: SamplingParams = SamplingParams()) -> Generator[Commit, None, Completion]:
         """Decode one prompt, yielding what each target pass commits; the generator's value is the completion."""
         request = self.add(prompt, params)
         while request not in self._done:
@@ -137,9 +133,7 @@ class Engine:
                 self._retire(request)
         self._running = going_on
         if verified and self.drafter is not None:
-            self.acceptance.record(
-                torch.tensor([c.accepted for c in verified]), torch.tensor([c.submitted for c in verified])
-            )
+            self.acceptance.record(torch.tensor([c.accepted for c in verified]), torch.tensor([c.submitted for c in verified]))
         if self.drafter is not None and going_on:
             self.drafter.extend(segments, torch.cat(taps))
             self._propose(self.drafter, going_on)

@@ -74,9 +74,7 @@ class HuggingFaceTarget:
             )
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto").to(device).eval()
-            tokenizer = (
-                AutoTokenizer.from_pretrained(path) if (Path(path) / "tokenizer_config.json").is_file() else None
-            )
+            tokenizer = AutoTokenizer.from_pretrained(path) if (Path(path) / "tokenizer_config.json").is_file() else None
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DSparkError(

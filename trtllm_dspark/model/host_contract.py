@@ -5,10 +5,8 @@ Each name is a view of what the model already has; nothing is stored twice. Host
 Source: NVIDIA/TensorRT-LLM `_torch/speculative/dflash.py` at 06d34b7b and `_torch/models/modeling_dspark.py` at 0391c3d1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,19 +14,30 @@ from torch import nn
 from cute_kernels.reference.context_append import finish_latents
 from trtllm_dspark.checkpoint import canonical_name
 from trtllm_dspark.errors import DSparkError
-from trtllm_dspark.model.heads import greedy_chain
+from trtllm_dspark.model.heads import MarkovHead, greedy_chain
+from trtllm_dspark.model.layers import Embedding, Linear, RMSNorm
+from trtllm_dspark.model.loading import LoadableModel
+from trtllm_dspark.model.rope import RotaryEmbedding
 
-if TYPE_CHECKING:
-    from trtllm_dspark.model.mla import MLADSparkForCausalLM
 
-
-class HostWorkerContract(nn.Module):
+class HostWorkerContract(LoadableModel):
     """Mixed into `MLADSparkForCausalLM`. W below is the latent's width (576 in the published drafter)."""
 
     _uses_worker_attention_backend = False  # the drafter runs its own attention
     _paged_ctx_cache = True
     _num_kv_heads = 1
     _kv_factor = 1
+
+    # what the drafter class has
+    rope: RotaryEmbedding
+    context_proj: Linear
+    context_norm: RMSNorm
+    embed_tokens: Embedding
+    latent_norm: nn.Parameter
+    markov_head: MarkovHead | None
+    project_context: Callable[[torch.Tensor], torch.Tensor]
+    context_latents: Callable[[torch.Tensor], torch.Tensor]
+    draft_hidden: Callable[..., torch.Tensor]
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,58 +47,58 @@ class HostWorkerContract(nn.Module):
 
     # ---------------------------------------------------------------------------------------------------- attributes
     @property
-    def fc(self: MLADSparkForCausalLM) -> nn.Module:  # type: ignore[misc]
+    def fc(self) -> nn.Module:
         return self.context_proj
 
     @property
-    def hidden_norm(self: MLADSparkForCausalLM) -> nn.Module:  # type: ignore[misc]
+    def hidden_norm(self) -> nn.Module:
         return self.context_norm
 
     @property
-    def model(self: MLADSparkForCausalLM) -> nn.Module:  # type: ignore[misc]
+    def model(self) -> nn.Module:
         return self
 
     @property
-    def draft_model_full(self: MLADSparkForCausalLM) -> nn.Module:  # type: ignore[misc]
+    def draft_model_full(self) -> nn.Module:
         return self
 
     @property
-    def block_size(self: MLADSparkForCausalLM) -> int | None:  # type: ignore[misc]
+    def block_size(self) -> int | None:
         return self.config.block_size
 
     @property
-    def mask_token_id(self: MLADSparkForCausalLM) -> int:  # type: ignore[misc]
+    def mask_token_id(self) -> int:
         return self.config.mask_token_id
 
     @property
-    def dflash_attention_backend(self: MLADSparkForCausalLM) -> str:  # type: ignore[misc]
+    def dflash_attention_backend(self) -> str:
         """The concrete name, never AUTO."""
         return self.backend.name
 
     @property
-    def _dspark_shift_label(self: MLADSparkForCausalLM) -> bool:  # type: ignore[misc]
+    def _dspark_shift_label(self) -> bool:
         return self.config.sample_from_anchor
 
     @property
-    def _num_attn_layers(self: MLADSparkForCausalLM) -> int:  # type: ignore[misc]
+    def _num_attn_layers(self) -> int:
         return self.config.num_layers
 
     @property
-    def _num_heads(self: MLADSparkForCausalLM) -> int:  # type: ignore[misc]
+    def _num_heads(self) -> int:
         """On this rank."""
         return self.config.num_heads // self.tp.size
 
     @property
-    def _head_dim(self: MLADSparkForCausalLM) -> int:  # type: ignore[misc]
+    def _head_dim(self) -> int:
         """W."""
         return self.config.latent_width
 
     @property
-    def has_markov_head(self: MLADSparkForCausalLM) -> bool:  # type: ignore[misc]
+    def has_markov_head(self) -> bool:
         return self.markov_head is not None
 
     @property
-    def markov_w2(self: MLADSparkForCausalLM) -> torch.Tensor | None:  # type: ignore[misc]
+    def markov_w2(self) -> torch.Tensor | None:
         """[V, R], or None."""
         return None if self.markov_head is None else self.markov_head.markov_w2.weight
 
@@ -97,12 +106,12 @@ class HostWorkerContract(nn.Module):
     def _build_fused_kv_buffers(self) -> None:
         """The layers' latent projections are one parameter from the start, so there is nothing to build."""
 
-    def project_target_hidden(self: MLADSparkForCausalLM, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[misc]
+    def project_target_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, n_taps * D_target] -> [T, D]."""
         return self.project_context(hidden)
 
     def precompute_context_kv(
-        self: MLADSparkForCausalLM,  # type: ignore[misc]
+        self,
         projected_hidden: torch.Tensor,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
@@ -113,7 +122,7 @@ class HostWorkerContract(nn.Module):
         return rows.unsqueeze(2), None
 
     def dflash_forward(
-        self: MLADSparkForCausalLM,  # type: ignore[misc]
+        self,
         noise_embedding: torch.Tensor,
         query_positions: torch.Tensor,
         num_ctx_per_req: torch.Tensor,
@@ -146,7 +155,7 @@ class HostWorkerContract(nn.Module):
         return hidden.flatten(0, 1)
 
     def apply_markov_chain_logits(
-        self: MLADSparkForCausalLM,  # type: ignore[misc]
+        self,
         base_logits: torch.Tensor,
         first_prev_tokens: torch.Tensor,
         argmax_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -167,7 +176,7 @@ class HostWorkerContract(nn.Module):
         assert chain.logits is not None
         return chain.logits.to(base_logits.dtype)
 
-    def load_weights(self: MLADSparkForCausalLM, weights: Mapping[str, torch.Tensor]) -> None:  # type: ignore[misc]
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Fill from tensors under their stored names; every parameter or an error. Slices them for this rank."""
         named = {canonical_name(name): tensor for name, tensor in weights.items()}
 

@@ -63,7 +63,7 @@ class LoadableModel(nn.Module):
         device = torch.device(device)
         backend = cls.resolve_backend(config, device, attention_backend)
         with torch.device("meta"):
-            model = cls(config, backend=backend, tp=tp)  # type: ignore[call-arg]
+            model = cls(config, backend=backend, tp=tp)
         model = model.to(dtype).to_empty(device=device)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -14,6 +14,7 @@ Source: TorchSpec 0d741940 `torchspec/models/draft/{dspark,deepseek_eagle}.py` f
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from trtllm_dspark.errors import UnsupportedError
 from trtllm_dspark.model.heads import ConfidenceHead, MarkovHead
 from trtllm_dspark.model.host_contract import HostWorkerContract
 from trtllm_dspark.model.layers import Embedding, GatedMLP, Linear, RMSNorm
-from trtllm_dspark.model.loading import Binding, LoadableModel
+from trtllm_dspark.model.loading import Binding
 from trtllm_dspark.model.parallel import SINGLE, TensorParallel
 from trtllm_dspark.model.rope import RotaryEmbedding, softmax_scale
 
@@ -79,7 +80,7 @@ class MLALayer(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, tp)
 
 
-class MLADSparkForCausalLM(HostWorkerContract, LoadableModel):
+class MLADSparkForCausalLM(HostWorkerContract):
     """The drafter: target features in, S rows of hidden states out.
 
     Args:
@@ -102,9 +103,7 @@ class MLADSparkForCausalLM(HostWorkerContract, LoadableModel):
         self.config, self.backend, self.tp = config, backend, tp
         self.scale = softmax_scale(config)
         self.rope = RotaryEmbedding(config.rope, config.qk_rope_head_dim)
-        self.tap_norms = nn.ModuleList(
-            RMSNorm(config.target_hidden_size, eps) for _ in range(taps * config.per_tap_norm)
-        )
+        self.tap_norms = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(taps * config.per_tap_norm))
         self.context_proj = Linear(taps * config.target_hidden_size, hidden)
         self.context_norm = RMSNorm(hidden, eps)
         self.embed_tokens = Embedding(config.vocab_size, hidden)
@@ -151,7 +150,7 @@ class MLADSparkForCausalLM(HostWorkerContract, LoadableModel):
         """
         cos, sin = self.rope.angles(positions)
         h = embeddings
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast("list[MLALayer]", self.layers)):
             x = layer.input_layernorm(h)
             latents = self.block_latents(index, x, cos, sin)
             h = h + layer.self_attn.output(attend(index, layer.self_attn.query(x, cos, sin), latents))
@@ -196,7 +195,7 @@ class MLADSparkForCausalLM(HostWorkerContract, LoadableModel):
             "embed_tokens.weight": Binding(self.embed_tokens.weight),
             "final_norm.weight": Binding(self.final_norm.weight),
         }
-        found |= {f"fc_norm.{i}.weight": Binding(norm.weight) for i, norm in enumerate(self.tap_norms)}
+        found |= {f"fc_norm.{i}.weight": Binding(norm.weight) for i, norm in enumerate(cast("list[RMSNorm]", self.tap_norms))}
         if self.markov_head is not None:
             found["markov_head.markov_w1.weight"] = Binding(self.markov_head.markov_w1.weight)
             found["markov_head.markov_w2.weight"] = Binding(self.markov_head.markov_w2.weight)
@@ -204,7 +203,7 @@ class MLADSparkForCausalLM(HostWorkerContract, LoadableModel):
             found["confidence_head.proj.weight"] = Binding(self.confidence_head.weight)
             if self.confidence_head.bias is not None:
                 found["confidence_head.proj.bias"] = Binding(self.confidence_head.bias)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast("list[MLALayer]", self.layers)):
             attention, mlp = layer.self_attn, layer.mlp
             of_layer = {
                 "input_layernorm": Binding(layer.input_layernorm.weight),

@@ -31,9 +31,7 @@ class EmbeddingReport:
         )
 
 
-def compare_embeddings(
-    draft: torch.Tensor, target: torch.Tensor, mask_token_id: int, *, samples: int = 64
-) -> EmbeddingReport:
+def compare_embeddings(draft: torch.Tensor, target: torch.Tensor, mask_token_id: int, *, samples: int = 64) -> EmbeddingReport:
     """Compare evenly spaced rows and the mask row, in the draft's dtype.
 
     Args:
