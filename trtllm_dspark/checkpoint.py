@@ -193,12 +193,8 @@ class DraftCheckpoint:
                     f"{list(spec.shape)}: a packed or quantised draft under bf16 names; dequantise it to bf16"
                 )
             elif entry.shape != spec.shape:
-                found.append(
-                    f"{entry.stored_name} must be {list(spec.shape)}, came {list(entry.shape)}{_hint(name, config)}"
-                )
-        unknown = sorted(
-            e.stored_name for n, e in self.tensors.items() if n not in table and not _switched_off(n, config)
-        )
+                found.append(f"{entry.stored_name} must be {list(spec.shape)}, came {list(entry.shape)}{_hint(name, config)}")
+        unknown = sorted(e.stored_name for n, e in self.tensors.items() if n not in table and not _switched_off(n, config))
         if unknown:
             found.append(f"unknown tensors that this draft's config has no place for: {_listed(unknown)}")
         return found
@@ -231,7 +227,7 @@ class DraftCheckpoint:
             dim: the dimension to divide into `size` shares. None: the whole tensor, on every rank.
             rank, size: which share, of how many.
         Returns:
-            The tensor in its stored dtype.
+            The tensor in its stored dtype, contiguous, in memory of its own.
         Raises:
             DSparkError: unknown name, dtype that is not dense, a dimension that `size` does not divide, NaN or Inf.
         """
@@ -258,13 +254,12 @@ class DraftCheckpoint:
         try:
             with safe_open(entry.file, framework="pt", device="cpu") as file:
                 whole = all(w.stop - w.start == n for w, n in zip(window, entry.shape, strict=True))
-                value = (
-                    file.get_tensor(entry.stored_name) if whole else file.get_slice(entry.stored_name)[tuple(window)]
-                )
+                value = file.get_tensor(entry.stored_name) if whole else file.get_slice(entry.stored_name)[tuple(window)]
         except (OSError, SafetensorError) as error:
             raise DSparkError(f"{WHO}: {entry.file} changed since it was opened, or cannot be read: {error}.") from None
         _refuse_non_finite(value, entry, [w.start for w in window])
-        return value.to(device)
+        # A copy: what the library gives may be a view of the mapped file, which dies with it.
+        return value.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _refuse_non_finite(value: torch.Tensor, entry: TensorEntry, start: list[int]) -> None:
@@ -310,16 +305,12 @@ def _main_file(path: Path) -> Path:
     indexes = sorted(path.glob("*.safetensors.index.json"))
     files = sorted(path.glob("*.safetensors"))
     if (path / "model.safetensors").is_file() and indexes:
-        raise DSparkError(
-            f"{WHO}: {path} has both model.safetensors and {indexes[0].name}. Give the one that is meant."
-        )
+        raise DSparkError(f"{WHO}: {path} has both model.safetensors and {indexes[0].name}. Give the one that is meant.")
     for found in ([path / "model.safetensors"] if (path / "model.safetensors").is_file() else [], indexes, files):
         if len(found) == 1:
             return found[0]
         if found:
-            raise DSparkError(
-                f"{WHO}: {path} must have one checkpoint, came {_listed(f.name for f in found)}. Give the file."
-            )
+            raise DSparkError(f"{WHO}: {path} must have one checkpoint, came {_listed(f.name for f in found)}. Give the file.")
     raise DSparkError(f"{WHO}: {path} has no .safetensors file; no other format is read. Fetch or convert the weights.")
 
 
@@ -334,9 +325,7 @@ def _read_index(path: Path) -> dict[str, str]:
         or not weight_map
         or not all(isinstance(f, str) and f and Path(f).name == f for f in weight_map.values())
     ):
-        raise DSparkError(
-            f"{WHO}: {path}: weight_map must give each tensor the plain file name of its shard. Fetch it again."
-        )
+        raise DSparkError(f"{WHO}: {path}: weight_map must give each tensor the plain file name of its shard. Fetch it again.")
     missing = [name for name in sorted(set(weight_map.values())) if not (path.parent / name).is_file()]
     if missing:
         raise DSparkError(f"{WHO}: {path} names shards that are not there: {_listed(missing)}. Fetch them.")
@@ -355,9 +344,7 @@ def _read_header(path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
                 f"{WHO}: {path} is truncated: {8 + length} bytes of header expected, {total} found. Fetch it again."
             )
         if length > MAX_HEADER_BYTES:
-            raise DSparkError(
-                f"{WHO}: {path} is not safetensors: a header of {length} bytes (at most {MAX_HEADER_BYTES})."
-            )
+            raise DSparkError(f"{WHO}: {path} is not safetensors: a header of {length} bytes (at most {MAX_HEADER_BYTES}).")
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_no_duplicates)
@@ -386,11 +373,7 @@ def _entry(path: Path, name: str, item: Any) -> tuple[int, int, TensorEntry]:
     """(first byte, end, entry) of one header item, with bytes = elements x dtype checked."""
     try:
         dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
-        if (
-            not isinstance(dtype, str)
-            or not all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-            or end < begin
-        ):
+        if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)) or end < begin:
             raise ValueError("not a name, sizes and offsets")
     except (KeyError, TypeError, ValueError):
         raise DSparkError(

@@ -28,8 +28,7 @@ MLA_MODEL_TYPES = ("k3_dspark",)
 GQA_ARCHITECTURES = ("DSparkDraftModel",)
 GQA_MODEL_TYPES = ("qwen3",)
 RECOGNISED = (
-    f"Recognised: {', '.join(MLA_ARCHITECTURES)} with model_type k3_dspark (MLA), DSparkDraftModel with model_type "
-    "qwen3 (GQA)"
+    f"Recognised: {', '.join(MLA_ARCHITECTURES)} with model_type k3_dspark (MLA), DSparkDraftModel with model_type qwen3 (GQA)"
 )
 AUX_STREAMS = ("prefix", "attn_res")
 NESTED = ("dspark_config", "dflash_config")
@@ -78,9 +77,7 @@ class RopeConfig(BaseModel):
         if self.rope_type == "yarn" and self.original_max_position_embeddings is None:
             raise DSparkError(f"{WHO}: rope_type yarn requires original_max_position_embeddings, which is missing.")
         if self.rope_type == "default" and self.factor != 1.0:
-            raise DSparkError(
-                f"{WHO}: rope_type default has no factor, came factor {self.factor:g}. Say which one is meant."
-            )
+            raise DSparkError(f"{WHO}: rope_type default has no factor, came factor {self.factor:g}. Say which one is meant.")
         return self
 
 
@@ -111,9 +108,7 @@ class DraftConfig(BaseModel):
     target_hidden_size: PositiveInt
     target_num_layers: PositiveInt | None = None  # depth of the target, where the checkpoint says it
     mask_token_id: Index
-    block_size: PositiveInt | None = (
-        None  # rows the checkpoint was trained for; None only with require_block_size=False
-    )
+    block_size: PositiveInt | None = None  # rows the checkpoint was trained for; None only with require_block_size=False
     sample_from_anchor: Flag = True  # True: row 0 predicts too, B rows give B drafts. False (fill-in): rows 1.. predict
     markov_rank: Annotated[int, Field(strict=True, ge=0)]  # 0: no Markov head
     markov_head_type: Literal["vanilla"] = "vanilla"
@@ -154,9 +149,7 @@ class DraftConfig(BaseModel):
         if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or num_drafts < 1:
             raise DSparkError(f"{WHO}: num_drafts must be an integer of at least 1, came {num_drafts!r}.")
         if num_drafts > self.max_drafts:
-            layout = (
-                "anchor-first" if self.sample_from_anchor else "fill-in (row 0 is the bonus token and predicts nothing)"
-            )
+            layout = "anchor-first" if self.sample_from_anchor else "fill-in (row 0 is the bonus token and predicts nothing)"
             raise DSparkError(
                 f"{WHO}: num_drafts K must be at most {self.max_drafts}, came K={num_drafts}; the checkpoint's "
                 f"block_size is {self.block_size}, layout {layout}. Set max_draft_len to {self.max_drafts} or less."
@@ -177,32 +170,24 @@ class DraftConfig(BaseModel):
         if self.target_layer_ids[-1] >= num_layers:
             wrong.append(f"target_layer_ids {list(self.target_layer_ids)}, valid ids are 0..{num_layers - 1}")
         if wrong:
-            raise DSparkError(
-                f"{WHO}: this is a draft for another target: {'; '.join(wrong)}. Use this target's own draft."
-            )
+            raise DSparkError(f"{WHO}: this is a draft for another target: {'; '.join(wrong)}. Use this target's own draft.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         mla = (self.q_lora_rank, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
         if self.family == "mla" and (None in mla or self.head_dim is not None):
-            raise DSparkError(
-                f"{WHO}: an MLA draft has the five low-rank widths and no head_dim, came {mla}, {self.head_dim}."
-            )
+            raise DSparkError(f"{WHO}: an MLA draft has the five low-rank widths and no head_dim, came {mla}, {self.head_dim}.")
         if self.family == "gqa" and (self.head_dim is None or any(x is not None for x in mla)):
             raise DSparkError(f"{WHO}: a GQA draft has head_dim and no low-rank widths, came {self.head_dim}, {mla}.")
         if self.num_heads % self.num_kv_heads:
-            raise DSparkError(
-                f"{WHO}: num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}."
-            )
+            raise DSparkError(f"{WHO}: num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}.")
         rotary = self.qk_rope_head_dim or self.head_dim or 0
         if rotary % 2:
             raise DSparkError(f"{WHO}: RoPE turns pairs, so its width must be even, came {rotary}.")
         taps, depth = self.target_layer_ids, self.target_num_layers
         valid = f"0..{depth - 1}" if depth else "0 and up, below the target's depth"
         if not taps or min(taps) < 0 or (depth and max(taps) >= depth):
-            raise DSparkError(
-                f"{WHO}: target_layer_ids must name target layers, valid ids are {valid}; came {list(taps)}."
-            )
+            raise DSparkError(f"{WHO}: target_layer_ids must name target layers, valid ids are {valid}; came {list(taps)}.")
         if any(a >= b for a, b in pairwise(taps)):
             raise DSparkError(
                 f"{WHO}: target_layer_ids must be distinct and ascending (the taps are concatenated in that order), "
@@ -210,15 +195,12 @@ class DraftConfig(BaseModel):
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise DSparkError(
-                f"{WHO}: mask_token_id must be an id of the vocabulary, 0..{self.vocab_size - 1}; came "
-                f"{self.mask_token_id}."
+                f"{WHO}: mask_token_id must be an id of the vocabulary, 0..{self.vocab_size - 1}; came {self.mask_token_id}."
             )
         if self.block_size is not None and self.max_drafts < 1:
             raise DSparkError(f"{WHO}: a fill-in block needs 2 rows or more, came block_size {self.block_size}.")
         if self.confidence_head and self.confidence_with_markov and not self.markov_rank:
-            raise DSparkError(
-                f"{WHO}: confidence_head_with_markov is true, but markov_rank is 0: there is no Markov feature."
-            )
+            raise DSparkError(f"{WHO}: confidence_head_with_markov is true, but markov_rank is 0: there is no Markov feature.")
         return self
 
     @classmethod
@@ -247,9 +229,7 @@ class DraftConfig(BaseModel):
         if not folder.exists():
             raise DSparkError(f"{WHO}: {folder} does not exist. Give the folder of a draft checkpoint.")
         if not folder.is_dir():
-            raise DSparkError(
-                f"{WHO}: a checkpoint folder is required, {folder} is a file. Give the folder that holds it."
-            )
+            raise DSparkError(f"{WHO}: a checkpoint folder is required, {folder} is a file. Give the folder that holds it.")
         if not (folder / "config.json").is_file():
             raise DSparkError(f"{WHO}: {folder} has no config.json. Give the folder of a draft checkpoint.")
         quantization: Mapping[str, Any] | None = None
@@ -300,13 +280,10 @@ class DraftConfig(BaseModel):
         if sample_from_anchor is not None:
             if declared is not None and anchor_first != sample_from_anchor:
                 notes.append(
-                    f"block layout overridden: the config says {declared}, using "
-                    f"sample_from_anchor={sample_from_anchor}"
+                    f"block layout overridden: the config says {declared}, using sample_from_anchor={sample_from_anchor}"
                 )
             elif anchor_first != sample_from_anchor:
-                notes.append(
-                    f"block layout overridden: {architecture} is anchor-first, using fill-in (row 0 predicts nothing)"
-                )
+                notes.append(f"block layout overridden: {architecture} is anchor-first, using fill-in (row 0 predicts nothing)")
             anchor_first = sample_from_anchor
         elif not anchor_first:
             notes.append(f"block layout is fill-in: {declared}; row 0 is the bonus token and predicts nothing")
@@ -339,9 +316,7 @@ class DraftConfig(BaseModel):
                 f"target_layer_ids {list(taps)}, came {declared_taps}."
             )
         if family == "gqa":
-            depth = reader.same(
-                "the target's depth", ("num_target_layers", declared_taps), ("target_num_hidden_layers", depth)
-            )
+            depth = reader.same("the target's depth", ("num_target_layers", declared_taps), ("target_num_hidden_layers", depth))
 
         markov_rank = reader.need("markov_rank")
         head_type = reader.need("markov_head_type") if markov_rank else reader.find("markov_head_type")
@@ -452,9 +427,7 @@ class _Reader:
 
     def unread(self) -> list[str]:
         self.known.update(NESTED)
-        return sorted(
-            f"{p}.{k}" if p else k for p, values in self.places.items() for k in values if k not in self.known
-        )
+        return sorted(f"{p}.{k}" if p else k for p, values in self.places.items() for k in values if k not in self.known)
 
 
 def _family(raw: Mapping[str, Any], who: str) -> tuple[Literal["mla", "gqa"], str, str]:
@@ -485,8 +458,7 @@ def _family(raw: Mapping[str, Any], who: str) -> tuple[Literal["mla", "gqa"], st
             f"{RECOGNISED}."
         )
     raise UnsupportedError(
-        f"{who}: architecture {list(names)} with model_type {model_type!r} is not a DSpark draft that is known. "
-        f"{RECOGNISED}."
+        f"{who}: architecture {list(names)} with model_type {model_type!r} is not a DSpark draft that is known. {RECOGNISED}."
     )
 
 
@@ -496,14 +468,8 @@ def _refuse_unbuilt(reader: _Reader, family: str, quantization: Mapping[str, Any
     for declared in (reader.find("quantization_config", "compression_config"), quantization):
         if declared:
             inner = declared.get("quantization", declared) if isinstance(declared, Mapping) else {}
-            method = (
-                inner.get("quant_method") or inner.get("quant_algo") or "unnamed"
-                if isinstance(inner, Mapping)
-                else inner
-            )
-            raise UnsupportedError(
-                f"{who}: a quantised draft (quant_method {method}) is not supported. Dequantise it to bf16."
-            )
+            method = inner.get("quant_method") or inner.get("quant_algo") or "unnamed" if isinstance(inner, Mapping) else inner
+            raise UnsupportedError(f"{who}: a quantised draft (quant_method {method}) is not supported. Dequantise it to bf16.")
     for switch in (
         "mla_use_output_gate",
         "mla_use_nope",
@@ -529,9 +495,7 @@ def _refuse_unbuilt(reader: _Reader, family: str, quantization: Mapping[str, Any
     if act not in (None, "silu"):
         raise UnsupportedError(f"{who}: hidden_act {act!r} is not supported, only silu.")
     if reader.find("partial_rotary_factor") not in (None, 1):
-        raise UnsupportedError(
-            f"{who}: partial_rotary_factor {reader.find('partial_rotary_factor')} is not supported, only 1."
-        )
+        raise UnsupportedError(f"{who}: partial_rotary_factor {reader.find('partial_rotary_factor')} is not supported, only 1.")
     draft_vocab, vocab = reader.find("draft_vocab_size"), reader.need("vocab_size")
     if draft_vocab not in (None, vocab):
         raise UnsupportedError(
@@ -539,9 +503,7 @@ def _refuse_unbuilt(reader: _Reader, family: str, quantization: Mapping[str, Any
             "must be equal."
         )
     if family == "mla" and "q_lora_rank" in reader.places[""] and reader.find("q_lora_rank") is None:
-        raise UnsupportedError(
-            f"{who}: q_lora_rank null (a full-rank query projection) is not supported, only a low-rank one."
-        )
+        raise UnsupportedError(f"{who}: q_lora_rank null (a full-rank query projection) is not supported, only a low-rank one.")
 
 
 def _layout(reader: _Reader) -> tuple[bool, str | None]:
@@ -569,9 +531,7 @@ def _rope(reader: _Reader, override: float | None, notes: list[str]) -> RopeConf
 
     def get(*names: str) -> Any:
         found = [(f"{place}.{name}", values.get(name)) for place, values in said.items() for name in names]
-        top = [
-            (name, reader.find(name)) for name in names if name in ("rope_theta", "original_max_position_embeddings")
-        ]
+        top = [(name, reader.find(name)) for name in names if name in ("rope_theta", "original_max_position_embeddings")]
         return reader.same(f"RoPE's {names[0]}", *found, *top)
 
     kind, theta = get("rope_type", "type"), get("rope_theta")
@@ -587,17 +547,13 @@ def _rope(reader: _Reader, override: float | None, notes: list[str]) -> RopeConf
         raise UnsupportedError(f"{who}: RoPE settings {', '.join(unknown)} are not known and may change the angles.")
     settings = {key: value for key in ROPE_KEYS if (value := get(key)) is not None}
     if kind is None and settings.keys() - {"original_max_position_embeddings"}:
-        raise DSparkError(
-            f"{who}: RoPE says {', '.join(settings)} but no rope_type. Add rope_type 'default' or 'yarn'."
-        )
+        raise DSparkError(f"{who}: RoPE says {', '.join(settings)} but no rope_type. Add rope_type 'default' or 'yarn'.")
     if kind == "yarn" and "factor" not in settings:
         raise DSparkError(f"{who}: rope_type yarn requires factor, which is missing.")
     if kind != "yarn":
         settings = {key: settings[key] for key in ("factor",) if key in settings}
     if theta is None and override is None:
-        raise DSparkError(
-            f"{who}: rope_theta is required and has no default. Add the value that the draft was trained with."
-        )
+        raise DSparkError(f"{who}: rope_theta is required and has no default. Add the value that the draft was trained with.")
     if override is not None:
         if theta != override:
             was = "not set" if theta is None else f"{theta:g}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
@@ -91,21 +90,22 @@ class DraftContext:
             DSparkError: a segment that leaves a gap or overwrites: positions are absolute and contiguous.
         """
         assert z.shape[0] == sum(s.count for s in segments), f"{z.shape[0]} rows for segments {segments}"
-        slots = [self._extend(segment) for segment in segments]
-        on_device = torch.tensor(list(chain.from_iterable(slots)), dtype=torch.int64, device=z.device)
+        ends: dict[Hashable, int] = {}
+        slots: list[int] = []
+        for segment in segments:
+            held = self._held(segment.request)
+            end = ends.get(segment.request, held.length)
+            if segment.first != end:
+                raise DSparkError(
+                    f"DraftContext: the next context token of request {segment.request!r} must be at position {end}, "
+                    f"it came at {segment.first}. Append every position once, in order."
+                )
+            slots += held.slots(segment.first, segment.count)
+            ends[segment.request] = end + segment.count
+        on_device = torch.tensor(slots, dtype=torch.int64, device=z.device)
         context_append(z, norm_weight, cos, sin, on_device, self.pool.views, eps)
-
-    def _extend(self, segment: Segment) -> list[int]:
-        held = self._held(segment.request)
-        if segment.first != held.length:
-            raise DSparkError(
-                f"DraftContext: the next context token of request {segment.request!r} must be at position {held.length}, "
-                f"it came at {segment.first}. Append every position once, in order."
-            )
-        slots = held.slots(segment.first, segment.count)
-        held.length += segment.count
-        held.suppressed += slots.count(-1)
-        return slots
+        for request, end in ends.items():  # counted only once it is written
+            self.requests[request].advance(end)
 
     def view(self, requests: Sequence[Hashable], device: torch.device | str = "cpu") -> ContextView:
         """Page table and readable lengths of a batch, in its order."""

@@ -42,6 +42,11 @@ class RequestPages:
         ]
         return found + [NOT_WRITTEN] * (count - len(found))
 
+    def advance(self, end: int) -> None:
+        """Tokens up to position `end` have been written, or suppressed from the bound on."""
+        self.suppressed += max(end - max(self.length, self.bound), 0)
+        self.length = end
+
 
 class PageAllocator:
     """Hands out page ids 0 .. num_pages-1, each to one request at a time."""

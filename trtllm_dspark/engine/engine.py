@@ -70,7 +70,7 @@ class Engine:
         if params.stop and self.target.tokenizer is None:
             raise DSparkError("Engine: stop strings need a tokenizer, the target has none. Use stop_token_ids.")
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.target.stop_token_ids)
-        text = IncrementalText(self.target.tokenizer) if self.target.tokenizer is not None else None
+        text = IncrementalText(self.target.tokenizer, params.stop) if self.target.tokenizer is not None else None
         request = Request(self._next_id, ids, params, self.target.new_cache(), stop_ids, text)
         self._next_id += 1
         self._waiting.append(request)

@@ -40,7 +40,8 @@ class Commit:
     Attributes:
         request: its id. offset: new tokens before these. tokens: at least one; the first `accepted` were drafts.
         accepted, submitted: drafts. prefill: the pass was the prompt's, not a verification.
-        text: what these tokens add to the text ('' without a tokenizer). finish: set on the last commit.
+        pieces: what each token adds to the text ('' without a tokenizer, and while a character is cut).
+        finish: set on the last commit.
     """
 
     request: int
@@ -49,8 +50,13 @@ class Commit:
     accepted: int
     submitted: int
     prefill: bool
-    text: str
+    pieces: tuple[str, ...]
     finish: FinishReason | None
+
+    @property
+    def text(self) -> str:
+        """What these tokens add to the text."""
+        return "".join(self.pieces)
 
 
 @dataclass
@@ -110,25 +116,26 @@ class Request:
         Args:
             offered: accepted drafts, then one token of the target's own. submitted: drafts that were verified.
         """
-        offset, taken, text, finish = len(self.tokens), [], "", None
+        offset, taken, pieces = len(self.tokens), [], []
+        finish: FinishReason | None = None
         for token in offered:
             taken.append(token)
-            text += self.text.push(token) if self.text else ""
+            pieces.append(self.text.push(token) if self.text else "")
             finish = self._finish(token, offset + len(taken))
             if finish:
                 break
         if finish and self.text:
-            text += self.text.flush()
+            pieces[-1] += self.text.flush()
         self.tokens += taken
         # a stop inside the drafts takes the place of the bonus token, so that 1 + accepted tokens are committed
-        commit = Commit(self.id, offset, tuple(taken), len(taken) - 1, submitted, prefill, text, finish)
+        commit = Commit(self.id, offset, tuple(taken), len(taken) - 1, submitted, prefill, tuple(pieces), finish)
         self.commits.append(commit)
         return commit
 
     def _finish(self, token: int, count: int) -> FinishReason | None:
         if token in self.stop_ids:
             return "stop_token"
-        if self.text and self.text.cut_at(self.params.stop):
+        if self.text and self.text.stopped:
             return "stop_string"
         return "length" if count >= self.params.max_new_tokens else None
 

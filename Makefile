@@ -1,0 +1,45 @@
+# make demo    a trained drafter proposes blocks for a trained target on real text
+# make test    every test that needs no GPU
+# Each makes a virtual environment if there is none and installs what it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Any torch from 2.6 on works. This one is installed where the environment has none.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: demo test slow lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/trtllm-dspark generate --compare
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+slow: $(VENV)/.test
+	$(BIN)/python -m pytest --slow $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.torch:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[hf]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[hf,test]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[hf,test,dev]"
+	touch $@

@@ -1,0 +1,1 @@
+"""How well drafts are accepted: the texts that it is measured on."""
