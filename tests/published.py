@@ -1,6 +1,6 @@
 """The published Kimi-K3 drafts as data: configs, tensor layouts, sizes; and tiny drafts of the same two dialects.
 
-Layouts are written out here from the config's own keys, not taken from `trtllm_dspark.checkpoint`: the tests compare the two.
+Layouts are written out here from the config's own keys, not taken from `trtllm_dspark.tensor_names`: the tests compare the two.
 """
 
 import copy

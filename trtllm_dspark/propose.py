@@ -5,6 +5,7 @@ anchor + masks -> embeddings -> block forward over the paged context -> lm_head 
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -52,7 +53,8 @@ class Drafter:
         model = self.model
         taps = taps.to(model.context_proj.weight.dtype)
         z = model.context_latents(model.project_context(taps))
-        positions = torch.cat([torch.arange(s.first, s.first + s.count) for s in segments]).to(taps.device)
+        at = chain.from_iterable(range(s.first, s.first + s.count) for s in segments)
+        positions = torch.tensor(list(at), dtype=torch.int64, device=taps.device)
         cos, sin = model.rope.angles(positions)
         self.context.append(segments, z, model.latent_norm, cos, sin, model.config.rms_norm_eps)
 
@@ -85,14 +87,15 @@ class Drafter:
             )
         device = anchors.device
         view = self.context.view(requests, device)
-        start = torch.tensor([self.context.length(request) for request in requests], device=device)
+        lengths = [self.context.length(request) for request in requests]
+        start = torch.tensor(lengths, dtype=torch.int64, device=device)
         positions = start.unsqueeze(1) + torch.arange(rows, device=device)
         ids = torch.full((len(requests), rows), config.mask_token_id, device=device)
         ids[:, 0] = anchors
         hidden = model.draft_hidden(model.embed_tokens(ids), positions, view.pages, view.page_table, view.context_len)
         drafting = hidden[:, first_row : first_row + num_drafts]
-        chain = greedy_chain(model.markov_head, self.lm_head(drafting), anchors, keep_logits=keep_logits)
+        drafts = greedy_chain(model.markov_head, self.lm_head(drafting), anchors, keep_logits=keep_logits)
         confidence = None
         if model.confidence_head is not None:
-            confidence = model.confidence_head(drafting, chain.codes).sigmoid()
-        return Proposal(chain.tokens, confidence, hidden, chain.logits)
+            confidence = model.confidence_head(drafting, drafts.codes).sigmoid()
+        return Proposal(drafts.tokens, confidence, hidden, drafts.logits)

@@ -3,9 +3,10 @@
 import pytest
 from published import INFERACT, RADIXARK, RADIXARK_YARN, tiny, write_config, write_tiny
 
-from trtllm_dspark.checkpoint import DraftCheckpoint, tensor_table
+from trtllm_dspark.checkpoint import DraftCheckpoint
 from trtllm_dspark.config import DraftConfig, RopeConfig
 from trtllm_dspark.errors import DSparkError, UnsupportedError
+from trtllm_dspark.tensor_names import tensor_table
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])

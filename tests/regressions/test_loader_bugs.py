@@ -4,9 +4,10 @@ import pytest
 import torch
 from published import layout, tiny, tiny_tensors, write_tiny
 
-from trtllm_dspark.checkpoint import DraftCheckpoint, canonical_name, tensor_table
+from trtllm_dspark.checkpoint import DraftCheckpoint
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError, UnsupportedError
+from trtllm_dspark.tensor_names import canonical_name, tensor_table
 
 TENSORS = [(family, name) for family in ("mla", "gqa") for name in layout(tiny(family))]
 

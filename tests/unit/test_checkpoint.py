@@ -21,10 +21,11 @@ from published import (
 )
 from safetensors.torch import save_file
 
-import trtllm_dspark.checkpoint as module
-from trtllm_dspark.checkpoint import DraftCheckpoint, canonical_name, tensor_table
+import trtllm_dspark.safetensors_headers as module
+from trtllm_dspark.checkpoint import DraftCheckpoint
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
+from trtllm_dspark.tensor_names import canonical_name, tensor_table
 
 FAMILIES = ["mla", "gqa"]
 
@@ -243,8 +244,10 @@ def test_headers_that_are_not_headers(tmp_path):
 
     path = tmp_path / "d.safetensors"
     opening_fails(write_raw(path, b"{not json", 0), "not parseable")
-    opening_fails(write_raw(path, b"[1, 2]  ", 0), "JSON object, came list")
+    opening_fails(write_raw(path, b"[1, 2]  ", 0), "must be JSON objects")
     opening_fails(write_raw(path, b"\xff" * 16, 0), "not parseable")
+    opening_fails(write_raw(path, b"[" * 200_000, 0), "not parseable")
+    opening_fails(write_raw(path, {"__metadata__": "x"}, 0), "must be JSON objects")
     opening_fails(write_raw(path, b"<html>", 0, b"version "), "not safetensors", "100000000")
     opening_fails(write_raw(path, {"a": item([2], 0, 2)}, 2), "a BF16 [2] must be 4 bytes", "give 2")
     opening_fails(write_raw(path, {"a": item([2], 0, 4), "b": item([2], 2, 6)}, 6), "b starts at byte 2", "overlaps")
@@ -263,6 +266,8 @@ def test_headers_that_are_not_headers(tmp_path):
 
 def test_places_that_hold_no_checkpoint(tmp_path):
     opening_fails(tmp_path / "nowhere", "does not exist")
+    (tmp_path / "folder.safetensors" / "x.safetensors").mkdir(parents=True)
+    opening_fails(tmp_path / "folder.safetensors", "cannot be read")
     (tmp_path / "empty").mkdir()
     opening_fails(tmp_path / "empty", "no .safetensors file")
     text = tmp_path / "weights.bin"

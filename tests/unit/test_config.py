@@ -542,3 +542,28 @@ def test_dtype_default_is_said():
     config = DraftConfig.from_dict(tiny(drop=("torch_dtype",)))
     assert config.dtype == "bfloat16" and "dtype is not in the config: taken as bfloat16" in config.notes
     assert DraftConfig.from_dict(tiny(torch_dtype="torch.float32", dtype="float32")).dtype == "float32"
+
+
+JUNK = [None, True, 0, -1, 2.5, float("nan"), 10**30, "", "x", [], [None], [{}], {}, {"a": 1}, [[0]], {"full_attention": 3}]
+
+
+@pytest.mark.parametrize("family", ["mla", "gqa"])
+def test_junk_in_any_key_is_a_one_line_error_or_harmless(family):
+    """Whatever stands under any key, nothing but DSparkError comes out, on one line."""
+    raw = tiny(family)
+    extra = ("dspark_config", "rope_scaling", "causal", "layer_types", "quantization_config", "aux_stream", "fc_norm")
+    outcomes = {"refused": 0, "read": 0}
+    for key in (*raw, *extra, *(f"rope_parameters.{k}" for k in raw["rope_parameters"])):
+        for junk in JUNK:
+            outer, _, inner = key.partition(".")
+            changed = raw | {outer: {**raw[outer], inner: junk} if inner else junk}
+            for overrides in ({}, {"rope_theta": 7.0, "max_draft_len": 2, "sample_from_anchor": False}):
+                try:
+                    DraftConfig.from_dict(changed, **overrides)
+                    outcomes["read"] += 1
+                except DSparkError as error:
+                    assert "\n" not in str(error)
+                    outcomes["refused"] += 1
+    assert min(outcomes.values()) > 100
+    for raw in (None, [], "x", 3):
+        refused(raw, "JSON object")

@@ -6,18 +6,19 @@ Source: NVIDIA/TensorRT-LLM `_torch/speculative/dflash.py` at 06d34b7b and `_tor
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from cute_kernels.reference.context_append import finish_latents
-from trtllm_dspark.checkpoint import canonical_name
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.model.heads import MarkovHead, greedy_chain
 from trtllm_dspark.model.layers import Embedding, Linear, RMSNorm
 from trtllm_dspark.model.loading import LoadableModel
 from trtllm_dspark.model.rope import RotaryEmbedding
+from trtllm_dspark.tensor_names import canonical_name, tensor_table
 
 
 class HostWorkerContract(LoadableModel):
@@ -164,32 +165,59 @@ class HostWorkerContract(LoadableModel):
         """[B, K, V] and anchors [B] -> logits with the Markov bias, [B, K, V] in base_logits' dtype.
 
         argmax_fn and vocab_slice: see `greedy_chain`; for logits that are sharded over the vocabulary.
+        Each step is conditioned on the argmax of the logits as returned, which is the token that the host will take.
         """
+        dtype, pick = base_logits.dtype, argmax_fn or partial(torch.argmax, dim=-1)
         chain = greedy_chain(
             self.markov_head,
             base_logits,
             first_prev_tokens,
-            argmax=argmax_fn,
+            argmax=lambda logits: pick(logits.to(dtype)),
             vocab=vocab_slice or slice(None),
             keep_logits=True,
         )
         assert chain.logits is not None
-        return chain.logits.to(base_logits.dtype)
+        return chain.logits.to(dtype)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Fill from tensors under their stored names; every parameter or an error. Slices them for this rank."""
-        named = {canonical_name(name): tensor for name, tensor in weights.items()}
+        """Fill from whole tensors under their stored names, sliced here for this rank.
+
+        Raises:
+            DSparkError: a tensor that is missing, unknown, there under two names, of another shape or not finite.
+        """
+        stored_under: dict[str, str] = {}
+        for stored in weights:
+            other = stored_under.setdefault(canonical_name(stored), stored)
+            if other != stored:
+                raise DSparkError(f"MLADSparkForCausalLM: {other} and {stored} are the same tensor. Pass one of them.")
+        switched_off = ("confidence_head.",) * (not self.config.confidence_head)
+        switched_off += ("markov_head.",) * (not self.config.markov_rank)
+        known = tensor_table(self.config)
+        unknown = [stored for name, stored in stored_under.items() if name not in known and not name.startswith(switched_off)]
+        if unknown:
+            raise DSparkError(
+                f"MLADSparkForCausalLM: every tensor must have a place in this draft, these have none: {', '.join(unknown)}. "
+                "The weights do not belong to this config.json."
+            )
 
         def read(name: str, dim: int | None) -> torch.Tensor:
-            if name not in named:
+            if name not in stored_under:
                 raise DSparkError(
                     f"MLADSparkForCausalLM: {name} is required, the weights passed do not hold it. "
                     "Pass every tensor of the draft checkpoint."
                 )
-            return named[name] if dim is None else named[name].chunk(self.tp.size, dim)[self.tp.rank]
+            value = weights[stored_under[name]]
+            if tuple(value.shape) != known[name].shape:
+                raise DSparkError(
+                    f"MLADSparkForCausalLM: {name} must have shape {known[name].shape}, it has {tuple(value.shape)}. "
+                    "Pass the checkpoint's own tensors, not a rank's slice of them."
+                )
+            if not bool(torch.isfinite(value).all()):
+                raise DSparkError(f"MLADSparkForCausalLM: {name} must be finite, it is not. Fetch the checkpoint again.")
+            return value if dim is None else value.chunk(self.tp.size, dim)[self.tp.rank]
 
         self.fill(read)
 
     def load_weights_from_target_model(self, target_model: Any) -> None:
-        """Share the target's lm_head, by reference."""
-        self.lm_head = target_model.lm_head
+        """Share the target's lm_head, by reference. It stays out of this module's own: no cast or move reaches it."""
+        self.__dict__["lm_head"] = target_model.lm_head

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from trtllm_dspark.checkpoint import DraftCheckpoint, tensor_table
+from trtllm_dspark.checkpoint import DraftCheckpoint
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.model.parallel import SINGLE, TensorParallel
+from trtllm_dspark.tensor_names import tensor_table
 
 if TYPE_CHECKING:
     from trtllm_dspark.attention.policy import BackendChoice
