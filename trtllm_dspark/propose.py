@@ -12,6 +12,7 @@ import torch
 from trtllm_dspark.context.draft_context import DraftContext, Segment
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.model.heads import greedy_chain
+from trtllm_dspark.model.layers import with_company
 from trtllm_dspark.model.mla import MLADSparkForCausalLM
 
 
@@ -92,9 +93,11 @@ class Drafter:
         positions = start.unsqueeze(1) + torch.arange(rows, device=device)
         ids = torch.full((len(requests), rows), config.mask_token_id, device=device)
         ids[:, 0] = anchors
-        hidden = model.draft_hidden(model.embed_tokens(ids), positions, view.pages, view.page_table, view.context_len)
+        hidden = model.draft_hidden(
+            model.embed_tokens(ids), positions, view.pages, view.page_table, view.context_len, view.context_start
+        )
         drafting = hidden[:, first_row : first_row + num_drafts]
-        drafts = greedy_chain(model.markov_head, self.lm_head(drafting), anchors, keep_logits=keep_logits)
+        drafts = greedy_chain(model.markov_head, with_company(self.lm_head, drafting), anchors, keep_logits=keep_logits)
         confidence = None
         if model.confidence_head is not None:
             confidence = model.confidence_head(drafting, drafts.codes).sigmoid()

@@ -41,6 +41,7 @@ class BlockAttention(Protocol):
         scale: float,
         value_width: int,
         layer: int = 0,
+        context_start: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 

@@ -30,17 +30,19 @@ def block_attention(
     scale: float,
     value_width: int,
     layer: int = 0,
+    context_start: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of S block rows over their context and over each other, non-causal, in the latent space.
 
     out[b, s, h] = sum_t softmax_t(scale * q[b, s, h] . latent[b, t]) * latent[b, t, :c],
-    t over the first context_len[b] context tokens of request b and all S rows of its block.
+    t over positions context_start[b] .. context_len[b]-1 of request b's context and all S rows of its block.
 
     Args:
         q: [B, S, H, W]. block_latents: [B, S, W], finished; never written to the pool.
-        pages: [num_pages, P, W], one layer's view. page_table: [B, max_pages], int32; entries past the context are
-            neither read nor checked. context_len: [B], int32, tokens; 0 is legal.
+        pages: [num_pages, P, W], one layer's view. page_table: [B, max_pages], int32; entries outside the context are
+            neither read nor checked. context_len: [B], int32, the end of the context; 0 is legal.
         scale: softmax scale. value_width: c. layer: which layer, for messages.
+        context_start: [B], int32, first position read; None is 0. At or past context_len the context is empty.
     Returns:
         [B, S, H, c] in q's dtype.
     Raises:
@@ -50,12 +52,13 @@ def block_attention(
     batch, rows, heads, width = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(batch, rows, heads, value_width)
-    for request, length in enumerate(context_len.tolist()):
+    starts = [0] * batch if context_start is None else context_start.tolist()
+    for request, (start, length) in enumerate(zip(starts, context_len.tolist(), strict=True)):
         queries = q[request].reshape(rows * heads, width).to(wide) * scale
         top = queries.new_full((rows * heads, 1), -torch.inf)
         weight = queries.new_zeros(rows * heads, 1)
         total = queries.new_zeros(rows * heads, value_width)
-        for latents in _live_latents(block_latents[request], pages, page_table[request], length, request):
+        for latents in _live_latents(block_latents[request], pages, page_table[request], start, length, request):
             keys = latents.to(wide)
             scores = queries @ keys.T
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
@@ -69,23 +72,24 @@ def block_attention(
 
 
 def _live_latents(
-    block: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, length: int, request: int
+    block: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, start: int, length: int, request: int
 ) -> Iterator[torch.Tensor]:
     """The block's own latents, then the context's, group by group: tensors [tokens, W] that hold live tokens only."""
     yield block
     page_size = pages.shape[1]
     live = -(-length // page_size)
-    if length < 0 or live > table.shape[0]:
+    if start < 0 or length < 0 or live > table.shape[0]:
         raise DSparkError(
             f"block_attention: request {request} must have 0 to {table.shape[0] * page_size} context tokens (its page table "
-            f"has {table.shape[0]} pages of {page_size}), it has {length}. Clamp context_len to the request's page bound."
+            f"has {table.shape[0]} pages of {page_size}), it has {start} to {length}. "
+            "Clamp context_len to the request's page bound."
         )
     per_group = max(GROUP_TOKENS // page_size, 1)
-    for first in range(0, live, per_group):
+    for first in range(start // page_size, live if start < length else 0, per_group):
         ids = table[first : min(first + per_group, live)].long()
         if bool(((ids < 0) | (ids >= pages.shape[0])).any()):
             raise DSparkError(
                 f"block_attention: live pages of request {request} must lie in 0..{pages.shape[0] - 1}, its table has "
                 f"{ids.tolist()}. The page table does not belong to this pool."
             )
-        yield pages[ids].flatten(0, 1)[: length - first * page_size]
+        yield pages[ids].flatten(0, 1)[max(start - first * page_size, 0) : length - first * page_size]

@@ -1,4 +1,4 @@
-"""The context of several requests in one pool: admit, append, view, release."""
+"""The context of several requests in one pool: admit, grow, append, view, release."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.reference.context_append import context_append
-from trtllm_dspark.context.pages import PageAllocator, RequestPages, page_table, readable_lengths
+from trtllm_dspark.context.pages import (
+    PageAllocator,
+    RequestPages,
+    page_table,
+    readable_ranges,
+    slot_vector,
+)
 from trtllm_dspark.context.pool import ContextPool
 from trtllm_dspark.errors import DSparkError
 
@@ -25,16 +31,18 @@ class ContextView:
     """What block attention needs of a batch.
 
     Attributes:
-        pages: L views [num_pages, P, W]. page_table: [B, max_pages], int32. context_len: [B], int32, tokens.
+        pages: L views [num_pages, P, W]. page_table: [B, max_pages], int32.
+        context_start, context_len: [B], int32: positions start .. len-1 are read.
     """
 
     pages: Sequence[torch.Tensor]
     page_table: torch.Tensor
+    context_start: torch.Tensor
     context_len: torch.Tensor
 
 
 class DraftContext:
-    """Owns the pages of every admitted request. A request keeps its context from `admit` to `release`.
+    """Owns the pages of every admitted request. A request keeps its context from `admit` to `release`, in or out of a batch.
 
     Args:
         pool: where latents live.
@@ -54,22 +62,67 @@ class DraftContext:
         """Tokens that the whole pool may carry."""
         return self.pool.num_pages * self.page_size
 
-    def can_admit(self, tokens: int) -> bool:
-        """Whether pages for `tokens` tokens are free."""
-        return -(-tokens // self.page_size) <= self.allocator.num_free
-
-    def admit(self, request: Hashable, tokens: int) -> None:
-        """Grant a new request pages for `tokens` tokens; all of them or an error."""
-        if request in self.requests:
-            raise DSparkError(f"DraftContext: request {request!r} is already admitted. Release it first.")
+    # --------------------------------------------------------------------------------------------------- lifetime
+    def admit(self, request: Hashable, tokens: int = 0) -> None:
+        """Begin a request with pages for `tokens` tokens; all of them or an error."""
+        self._check_new(request)
         ids = self.allocator.take(-(-tokens // self.page_size))
         self.requests[request] = RequestPages(self.page_size, ids)
+
+    def admit_behind(self, request: Hashable, pages: Sequence[int], start: int, tokens: int) -> None:
+        """Begin a request whose first `tokens` tokens are in these pages, of which positions from `start` are readable.
+
+        Full pages are shared; a partly filled last one is copied into a page of the request's own.
+        """
+        self._check_new(request)
+        full, rest = divmod(tokens, self.page_size)
+        shared = list(pages[:full])
+        own = self.allocator.take(1 if rest else 0)
+        self.allocator.share([page for page in shared if page >= 0])
+        if rest:
+            for view in self.pool.views:
+                view[own[0]] = view[pages[full]]
+        self.requests[request] = RequestPages(self.page_size, shared + own, length=tokens, start=start, end=tokens)
+
+    def _check_new(self, request: Hashable) -> None:
+        if request in self.requests:
+            raise DSparkError(f"DraftContext: request {request!r} is already admitted. Release it first.")
+
+    def grow(self, request: Hashable, tokens: int) -> bool:
+        """Grant pages so that positions 0 .. tokens-1 may be written. False: too few are free, nothing changed."""
+        held = self._held(request)
+        wanted = held.missing(tokens)
+        if wanted > self.allocator.num_free:
+            return False
+        held.ids += self.allocator.take(wanted)
+        return True
+
+    def slide(self, request: Hashable, tokens: int) -> bool:
+        """`grow`, giving up the request's oldest pages for its newest tokens. False: it has no more to give up."""
+        held = self._held(request)
+        while not self.grow(request, tokens):
+            page = held.give_up_oldest()
+            if page is None:
+                return False
+            self.allocator.give_back([page])
+        return True
 
     def release(self, request: Hashable) -> None:
         """Give a request's pages back. Releasing an unknown request is no error: it happens once."""
         held = self.requests.pop(request, None)
         if held is not None:
-            self.allocator.give_back(held.ids)
+            self.allocator.give_back(held.held)
+
+    def detach(self, request: Hashable) -> RequestPages:
+        """End a request and hand its pages over to the caller, who gives them back to the allocator."""
+        held = self._held(request)
+        del self.requests[request]
+        return held
+
+    # ------------------------------------------------------------------------------------------------------ tokens
+    def skip_to(self, request: Hashable, position: int) -> None:
+        """Positions up to `position` of a request never come; see `RequestPages.skip_to`."""
+        self._held(request).skip_to(position)
 
     def append(
         self,
@@ -91,29 +144,44 @@ class DraftContext:
         """
         assert z.shape[0] == sum(s.count for s in segments), f"{z.shape[0]} rows for segments {segments}"
         ends: dict[Hashable, int] = {}
-        slots: list[int] = []
         for segment in segments:
-            held = self._held(segment.request)
-            end = ends.get(segment.request, held.length)
+            end = ends.get(segment.request, self._held(segment.request).length)
             if segment.first != end:
                 raise DSparkError(
                     f"DraftContext: the next context token of request {segment.request!r} must be at position {end}, "
                     f"it came at {segment.first}. Append every position once, in order."
                 )
-            slots += held.slots(segment.first, segment.count)
             ends[segment.request] = end + segment.count
-        on_device = torch.tensor(slots, dtype=torch.int64, device=z.device)
-        context_append(z, norm_weight, cos, sin, on_device, self.pool.views, eps)
+        context_append(z, norm_weight, cos, sin, self._slots(segments, list(ends), z.device), self.pool.views, eps)
         for request, end in ends.items():  # counted only once it is written
             self.requests[request].advance(end)
 
+    def _slots(self, segments: Sequence[Segment], order: list[Hashable], device: torch.device) -> torch.Tensor:
+        held = [self._held(request) for request in order]
+        row_of = {request: row for row, request in enumerate(order)}
+        counts = torch.tensor([s.count for s in segments], device=device)
+        begins = torch.tensor([s.first for s in segments], device=device)
+        rows = torch.tensor([row_of[s.request] for s in segments], device=device)
+        total = sum(s.count for s in segments)
+        which = torch.repeat_interleave(torch.arange(len(segments), device=device), counts, output_size=total)
+        offsets = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[which]
+        return slot_vector(
+            page_table(held, device),
+            torch.tensor([h.bound for h in held], device=device),
+            torch.tensor([h.length for h in held], device=device),
+            rows[which],
+            begins[which] + offsets,
+            self.page_size,
+        )
+
     def view(self, requests: Sequence[Hashable], device: torch.device | str = "cpu") -> ContextView:
-        """Page table and readable lengths of a batch, in its order."""
+        """Page table and readable ranges of a batch, in its order."""
         held = [self._held(request) for request in requests]
-        return ContextView(self.pool.views, page_table(held, device), readable_lengths(held, device))
+        start, length = readable_ranges(held, device)
+        return ContextView(self.pool.views, page_table(held, device), start, length)
 
     def length(self, request: Hashable) -> int:
-        """Tokens of context, whether written or suppressed: the position of the next one."""
+        """Tokens of context, written or not: the position of the next one."""
         return self._held(request).length
 
     def _held(self, request: Hashable) -> RequestPages:

@@ -1,25 +1,28 @@
 """Draft, verify, commit: several requests at once, each target pass its own, all drafting in one batch.
 
-    step:  verify every running request -> admit waiting ones and prefill them -> extend the context of all, one call
-           -> propose for all that go on, one call
+    step:  plan -> one target pass for each planned request (a prompt chunk, or a verification)
+           -> extend the context of all, one call -> propose for all that go on, one call
 
 Straight after prefill a request already has drafts, so its first decode pass verifies real ones. Without a drafter the
 same loop decodes one token a pass: the baseline that a speed is measured against.
 """
 
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+import logging
+from collections.abc import Generator, Sequence
 
 import torch
 
 from trtllm_dspark.context.draft_context import Segment
 from trtllm_dspark.engine.requests import Commit, Completion, Request, SamplingParams
+from trtllm_dspark.engine.scheduler import OnPressure, Reuse, Scheduler
 from trtllm_dspark.engine.target import HuggingFaceTarget
 from trtllm_dspark.engine.text import IncrementalText
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.propose import Drafter
 from trtllm_dspark.stats import AcceptanceCounter
 from trtllm_dspark.verify import verify_greedy
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -28,21 +31,39 @@ class Engine:
     Args:
         target: the model that decides. drafter: the one that proposes; None decodes without speculation.
         num_drafts: K, drafts a step, 1 to the checkpoint's block. max_batch: requests decoded together.
+        prefill_chunk: prompt tokens a step runs of one request; None is all. reuse, on_pressure: see `Scheduler`.
     """
 
     def __init__(
-        self, target: HuggingFaceTarget, drafter: Drafter | None = None, *, num_drafts: int = 0, max_batch: int = 8
+        self,
+        target: HuggingFaceTarget,
+        drafter: Drafter | None = None,
+        *,
+        num_drafts: int = 0,
+        max_batch: int = 8,
+        prefill_chunk: int | None = None,
+        reuse: Reuse = "off",
+        on_pressure: OnPressure = "recompute",
     ) -> None:
         if drafter is not None:
             drafter.model.config.check_num_drafts(num_drafts)
             if target.target_layer_ids != drafter.model.config.target_layer_ids:
                 target.set_taps(drafter.model.config.target_layer_ids)
-        if max_batch < 1:
-            raise DSparkError(f"Engine: max_batch must be at least 1, it is {max_batch}. Decode one or more at once.")
+        for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
+            if value is not None and value < 1:
+                raise DSparkError(f"Engine: {name} must be at least 1, it is {value}. Give a positive number.")
         self.target, self.drafter, self.num_drafts, self.max_batch = target, drafter, num_drafts, max_batch
         self.acceptance = AcceptanceCounter(num_drafts)
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self.scheduler = Scheduler(
+            target,
+            None if drafter is None else drafter.context,
+            max_batch=max_batch,
+            rows_ahead=num_drafts + 1,
+            prefill_chunk=prefill_chunk,
+            reuse=reuse,
+            on_pressure=on_pressure,
+        )
+        self._requests: dict[int, Request] = {}
         self._done: dict[int, Completion] = {}
         self._next_id = 0
 
@@ -70,24 +91,45 @@ class Engine:
         if params.stop and self.target.tokenizer is None:
             raise DSparkError("Engine: stop strings need a tokenizer, the target has none. Use stop_token_ids.")
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.target.stop_token_ids)
-        text = IncrementalText(self.target.tokenizer, params.stop) if self.target.tokenizer is not None else None
-        request = Request(self._next_id, ids, params, self.target.new_cache(), stop_ids, text)
+        tokenizer = self.target.tokenizer
+        text = IncrementalText(tokenizer, params.stop) if tokenizer is not None else None
+        request = Request(self._next_id, ids, params, stop_ids, text)
         self._next_id += 1
-        self._waiting.append(request)
+        self._requests[request.id] = request
+        self.scheduler.waiting.append(request)
         return request.id
 
     def _check_size(self, prompt: int, params: SamplingParams) -> None:
-        needed, limits = prompt + params.max_new_tokens, []
-        if self.target.max_positions is not None:
-            limits.append((self.target.max_positions, "the target's positions", "Shorten the prompt or max_new_tokens."))
-        if self.drafter is not None:
-            limits.append((self.drafter.context.capacity, "the draft pool", "Give the pool more tokens."))
-        for limit, what, remedy in limits:
-            if needed > limit:
-                raise DSparkError(
-                    f"Engine: prompt and new tokens must fit {what} of {limit} tokens, they need {needed} "
-                    f"({prompt} + {params.max_new_tokens}). {remedy}"
-                )
+        limit, needed = self.target.max_positions, prompt + params.max_new_tokens
+        if limit is not None and needed > limit:
+            raise DSparkError(
+                f"Engine: prompt and new tokens must fit the target's positions of {limit} tokens, they need {needed} "
+                f"({prompt} + {params.max_new_tokens}). Shorten the prompt or max_new_tokens."
+            )
+        if self.drafter is not None and prompt > self.drafter.context.capacity:
+            raise DSparkError(
+                f"Engine: a prompt must fit the draft pool of {self.drafter.context.capacity} tokens, it has {prompt}. "
+                "Give the pool more tokens."
+            )
+
+    def pause(self, request: int) -> None:
+        """Leave a request out of every step until `resume`. It keeps its context, its cache and its drafts."""
+        self._in_flight(request).paused = True
+
+    def resume(self, request: int) -> None:
+        """Let a paused request run again, at the positions it had."""
+        self._in_flight(request).paused = False
+
+    def preempt(self, request: int) -> None:
+        """Take a running request's memory; it is computed again when it is next in line."""
+        found = self._in_flight(request)
+        if found in self.scheduler.running:
+            self.scheduler.preempt(found)
+
+    def _in_flight(self, request: int) -> Request:
+        if request not in self._requests:
+            raise DSparkError(f"Engine: a request in flight is required, {request} is not; in flight: {list(self._requests)}.")
+        return self._requests[request]
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams = SamplingParams()) -> list[Completion]:
         """Decode prompts to their ends, together; completions in the prompts' order."""
@@ -103,75 +145,83 @@ class Engine:
             yield from (commit for commit in self.step() if commit.request == request)
         return self._done.pop(request)
 
+    def completion(self, request: int) -> Completion | None:
+        """A finished request, handed over once; None while it is in flight."""
+        return self._done.pop(request, None)
+
     # ---------------------------------------------------------------------------------------------------------- step
     def step(self) -> list[Commit]:
-        """One target pass for every running request, and a first one for those admitted. Returns what was committed."""
+        """One target pass for every planned request. Returns what was committed."""
         segments: list[Segment] = []
         taps: list[torch.Tensor] = []
         commits: list[Commit] = []
-
-        def ran(request: Request, commit: Commit, first: int, rows: torch.Tensor | None) -> None:
-            commits.append(commit)
-            if rows is not None and commit.finish is None:
+        verified: list[Commit] = []
+        planned = self.scheduler.plan()
+        for request in planned:
+            first, was_pending = request.computed, request.pending > 0
+            commit, rows = self._prefill(request) if was_pending else self._verify(request)
+            if commit is not None:
+                commits.append(commit)
+                if not was_pending:
+                    verified.append(commit)
+            if rows is not None:
                 segments.append(Segment(request.id, first, rows.shape[0]))
                 taps.append(rows)
-
-        verified, going_on = [], []
-        for request in self._running:
-            first = request.anchor_position
-            commit, rows = self._verify(request)
-            verified.append(commit)
-            ran(request, commit, first, rows)
-        for request in self._admit():
-            commit, rows = self._prefill(request)
-            self._running.append(request)
-            ran(request, commit, 0, rows)
-        for request in self._running:
-            if request.finish is None:
-                going_on.append(request)
-            else:
-                self._retire(request)
-        self._running = going_on
         if verified and self.drafter is not None:
-            self.acceptance.record(torch.tensor([c.accepted for c in verified]), torch.tensor([c.submitted for c in verified]))
-        if self.drafter is not None and going_on:
+            accepted, submitted = zip(*((c.accepted, c.submitted) for c in verified), strict=True)
+            self.acceptance.record(torch.tensor(accepted), torch.tensor(submitted))
+        if self.drafter is not None and segments:
             self.drafter.extend(segments, torch.cat(taps))
-            self._propose(self.drafter, going_on)
+        going_on = [request for request in planned if request.finish is None]
+        for request in planned:
+            if request.finish is not None:
+                self.scheduler.retire(request)
+                self._done[request.id] = self._requests.pop(request.id).completion()
+        if self.drafter is not None:
+            self._propose(self.drafter, [request for request in going_on if not request.pending])
         return commits
 
-    def _admit(self) -> Iterator[Request]:
-        while self._waiting and len(self._running) < self.max_batch:
-            request = self._waiting[0]
-            tokens = len(request.prompt) + request.params.max_new_tokens
-            if self.drafter is not None:
-                if not self.drafter.context.can_admit(tokens):
-                    return
-                self.drafter.context.admit(request.id, tokens)
-            yield self._waiting.popleft()
-
-    def _prefill(self, request: Request) -> tuple[Commit, torch.Tensor | None]:
-        ids = torch.tensor(request.prompt, device=self.target.device)
+    def _prefill(self, request: Request) -> tuple[Commit | None, torch.Tensor | None]:
+        rows = request.next_rows(self.scheduler.chunk)
+        ids = torch.tensor(rows, device=self.target.device)
         output = self.target.forward(ids, request.cache, 1, with_taps=self.drafter is not None)
-        first = int(output.logits[-1].argmax(-1))
-        return request.commit([first], submitted=0, prefill=True), output.taps
+        request.computed += len(rows)
+        commit = None
+        if not request.pending and not request.tokens:
+            commit = request.commit([int(output.logits[-1].argmax(-1))], submitted=0, prefill=True)
+        return commit, output.taps
 
     def _verify(self, request: Request) -> tuple[Commit, torch.Tensor | None]:
-        rows = request.rows(self.target.device)
+        rows = torch.tensor(request.next_rows(1), device=self.target.device)
         output = self.target.forward(rows, request.cache, len(rows), with_taps=self.drafter is not None)
         verdict = verify_greedy(output.logits[None], rows[None, 1:])
-        accepted = int(verdict.accepted[0])
-        self.target.take_back(request.cache, len(rows) - 1 - accepted)
-        commit = request.commit(verdict.tokens[0, : accepted + 1].tolist(), submitted=len(rows) - 1)
-        return commit, None if output.taps is None else output.taps[: accepted + 1]
+        offered = verdict.tokens[0, : int(verdict.accepted[0]) + 1].tolist()
+        commit = request.commit(offered, submitted=len(rows) - 1)
+        kept = len(commit.tokens)
+        self.target.take_back(request.cache, len(rows) - kept)
+        request.computed += kept
+        return commit, None if output.taps is None else output.taps[:kept]
 
     def _propose(self, drafter: Drafter, requests: Sequence[Request]) -> None:
-        anchors = torch.tensor([request.anchor for request in requests], device=self.target.device)
-        proposal = drafter.propose([request.id for request in requests], anchors, self.num_drafts)
-        for request, drafts in zip(requests, proposal.tokens.tolist(), strict=True):
+        drafting = [request for request in requests if self._can_draft(drafter, request)]
+        if not drafting:
+            return
+        anchors = torch.tensor([request.anchor for request in drafting], device=self.target.device)
+        proposal = drafter.propose([request.id for request in drafting], anchors, self.num_drafts)
+        for request, drafts in zip(drafting, proposal.tokens.tolist(), strict=True):
             request.drafts = drafts
 
-    def _retire(self, request: Request) -> None:
-        if self.drafter is not None:
-            self.drafter.context.release(request.id)
-        request.cache = None
-        self._done[request.id] = request.completion()
+    def _can_draft(self, drafter: Drafter, request: Request) -> bool:
+        config = drafter.model.config
+        if request.computed + (config.block_size or self.num_drafts + 1) <= config.max_position_embeddings:
+            return True
+        request.drafts = []
+        if not request.positions_end:
+            request.positions_end = True
+            log.warning(
+                "request %d: at position %d its block would pass the draft's %d positions; it goes on without drafts",
+                request.id,
+                request.computed,
+                config.max_position_embeddings,
+            )
+        return False

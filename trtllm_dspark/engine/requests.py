@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from trtllm_dspark.engine.text import IncrementalText
 from trtllm_dspark.errors import DSparkError
 
@@ -78,25 +76,39 @@ class Completion:
 
 @dataclass
 class Request:
-    """A request in flight. `anchor` is the newest committed token; the target has not run it yet."""
+    """A request in flight. Its sequence is prompt + tokens; the newest token, `anchor`, is not run by the target yet.
+
+    Attributes:
+        cache: the target's, of the first `computed` tokens of the sequence. drafts: to verify next.
+        paused: left out of every step; keeps its context. positions_end: said once that drafting ended there.
+    """
 
     id: int
     prompt: tuple[int, ...]
     params: SamplingParams
-    cache: Any
     stop_ids: frozenset[int]
     text: IncrementalText | None
+    cache: Any = None
+    computed: int = 0
+    paused: bool = False
+    positions_end: bool = False
     tokens: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.tokens)
 
     @property
     def anchor(self) -> int:
         return self.tokens[-1]
 
     @property
-    def anchor_position(self) -> int:
-        return len(self.prompt) + len(self.tokens) - 1
+    def pending(self) -> int:
+        """Tokens that the target must run before it can verify: of the prompt, and of what was lost to preemption."""
+        before_anchor = len(self.prompt) + len(self.tokens) - bool(self.tokens)
+        return before_anchor - self.computed
 
     @property
     def remaining(self) -> int:
@@ -106,9 +118,14 @@ class Request:
     def finish(self) -> FinishReason | None:
         return self.commits[-1].finish if self.commits else None
 
-    def rows(self, device: torch.device) -> torch.Tensor:
-        """[1 + drafts], int64: what the target verifies. Drafts that could not be committed are not submitted."""
-        return torch.tensor([self.anchor, *self.drafts[: self.remaining - 1]], device=device)
+    def next_rows(self, chunk: int) -> list[int]:
+        """Token ids of the next target pass: up to `chunk` pending ones, else the anchor and its drafts.
+
+        Drafts that could not be committed any more are not submitted.
+        """
+        if self.pending:
+            return list(self.sequence[self.computed : self.computed + min(self.pending, chunk)])
+        return [self.anchor, *self.drafts[: self.remaining - 1]]
 
     def commit(self, offered: Sequence[int], submitted: int, *, prefill: bool = False) -> Commit:
         """Take the target's tokens, up to a stop or the length.

@@ -1,5 +1,6 @@
 """The target: any causal language model of Hugging Face transformers, with its own KV cache, and taps on its layers."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -171,6 +172,12 @@ class HuggingFaceTarget:
         finally:
             if handle is not None:
                 handle.remove()
+
+    def copy_cache(self, cache: Any, rows_less: int) -> Any:
+        """A cache of its own with the newest `rows_less` rows taken back."""
+        copied = copy.deepcopy(cache)
+        self.take_back(copied, rows_less)
+        return copied
 
     def take_back(self, cache: Any, rows: int) -> None:
         """Remove the newest `rows` rows from a cache: those of rejected drafts."""

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from trtllm_dspark.model.layers import Embedding, Linear
+from trtllm_dspark.model.layers import Embedding, Linear, linear
 
 
 @dataclass
@@ -43,7 +42,7 @@ class MarkovHead(nn.Module):
 
     def forward(self, previous: torch.Tensor) -> torch.Tensor:
         """[...] int -> bias [..., V], fp32 with fp32 accumulation."""
-        return F.linear(self.code(previous).float(), self.markov_w2.weight.float())
+        return linear(self.code(previous).float(), self.markov_w2.weight.float())
 
 
 class ConfidenceHead(nn.Module):
@@ -64,8 +63,8 @@ class ConfidenceHead(nn.Module):
         if self.with_code:
             assert codes is not None, "a confidence head over Markov codes was given none"
             x = torch.cat((x, codes.float()), -1)
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x, self.weight.float(), bias).squeeze(-1)
+        logits = linear(x, self.weight.float()).squeeze(-1)
+        return logits if self.bias is None else logits + self.bias.float()
 
 
 def greedy_chain(
@@ -93,7 +92,7 @@ def greedy_chain(
         logits = base[:, k]
         if markov is not None:
             codes.append(markov.code(previous))
-            logits = logits + F.linear(codes[-1].float(), w2)  # type: ignore[arg-type]
+            logits = logits + linear(codes[-1].float(), w2)  # type: ignore[arg-type]
         previous = logits.argmax(-1) if argmax is None else argmax(logits).long()
         tokens.append(previous)
         if keep_logits:

@@ -1,11 +1,30 @@
 """The parts every DSpark drafter is made of. No weight is initialised here: a checkpoint or a trainer fills all of them."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from cute_kernels.reference.rotation import rms_norm
 from trtllm_dspark.model.parallel import TensorParallel
+
+
+def with_company(project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """project(x), a lone row computed beside a copy of itself on a CPU. [..., in] -> [..., out].
+
+    A matrix library takes another routine for one row than for several, and rounds otherwise. A request's values must not
+    depend on who shares its batch.
+    """
+    if x.device.type != "cpu" or x.numel() != x.shape[-1]:
+        return project(x)
+    lone = x.reshape(1, -1)
+    return project(torch.cat((lone, lone)))[:1].reshape(*x.shape[:-1], -1)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., in] times weight [out, in], transposed; see `with_company`."""
+    return with_company(lambda rows: F.linear(rows, weight), x)
 
 
 class RMSNorm(nn.Module):
@@ -28,7 +47,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(size_out, size_in))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class Embedding(nn.Module):

@@ -13,11 +13,9 @@ Source: TorchSpec 0d741940 `torchspec/models/draft/{dspark,deepseek_eagle}.py` f
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from cute_kernels.reference.context_append import finish_latents
@@ -27,7 +25,7 @@ from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import UnsupportedError
 from trtllm_dspark.model.heads import ConfidenceHead, MarkovHead
 from trtllm_dspark.model.host_contract import HostWorkerContract
-from trtllm_dspark.model.layers import Embedding, GatedMLP, Linear, RMSNorm
+from trtllm_dspark.model.layers import Embedding, GatedMLP, Linear, RMSNorm, linear
 from trtllm_dspark.model.loading import Binding
 from trtllm_dspark.model.parallel import SINGLE, TensorParallel
 from trtllm_dspark.model.rope import RotaryEmbedding, softmax_scale
@@ -137,7 +135,7 @@ class MLADSparkForCausalLM(HostWorkerContract):
 
     def context_latents(self, projected: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, L, W]: the latents of all layers in one GEMM, neither normalised nor rotated."""
-        return F.linear(projected, self.latent_proj.flatten(0, 1)).unflatten(-1, self.latent_proj.shape[:2])
+        return linear(projected, self.latent_proj.flatten(0, 1)).unflatten(-1, self.latent_proj.shape[:2])
 
     # --------------------------------------------------------------------------------------------------------- block
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -159,7 +157,7 @@ class MLADSparkForCausalLM(HostWorkerContract):
 
     def block_latents(self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The block's own latents of one layer, finished. x [B, S, D], after input_layernorm -> [B, S, W]."""
-        z = F.linear(x, self.latent_proj[layer])
+        z = linear(x, self.latent_proj[layer])
         return finish_latents(z, self.latent_norm[layer], cos, sin, self.config.rms_norm_eps)
 
     def draft_hidden(
@@ -169,20 +167,31 @@ class MLADSparkForCausalLM(HostWorkerContract):
         pages: Sequence[torch.Tensor],
         page_table: torch.Tensor,
         context_len: torch.Tensor,
+        context_start: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`forward` over the paged context with the resolved backend.
 
         Args:
             embeddings: [B, S, D]. positions: [B, S], integer.
-            pages: L views [num_pages, P, W]. page_table: [B, max_pages], int32. context_len: [B], int32, tokens.
+            pages: L views [num_pages, P, W]. page_table: [B, max_pages], int32.
+            context_len, context_start: [B], int32: positions start .. len-1 are the context; start None is 0.
         Returns:
             [B, S, D].
         """
         latent = self.latent_norm.shape[-1]
 
         def attend(layer: int, q: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-            paged = partial(self.backend.block_attention, pages=pages[layer], page_table=page_table)
-            return paged(q, latents, context_len=context_len, scale=self.scale, value_width=latent, layer=layer)
+            return self.backend.block_attention(
+                q,
+                latents,
+                pages[layer],
+                page_table,
+                context_len,
+                scale=self.scale,
+                value_width=latent,
+                layer=layer,
+                context_start=context_start,
+            )
 
         return self(embeddings, positions, attend)
 
