@@ -46,6 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--batch", type=_positive, default=1, metavar="N", help="requests at once (default 1)")
     evaluate.add_argument("--repeats", type=_positive, default=1, metavar="N", help="timed passes (default 1)")
     evaluate.add_argument("--no-baseline", action="store_true", help="do not run the target alone: no check, no speed")
+    evaluate.add_argument("--multi-turn", action="store_true", help="conversations, with prefix reuse off, on and at fault")
+    evaluate.add_argument("--turns", type=_positive, default=5, metavar="N", help="of each conversation (default 5)")
     evaluate.add_argument("--json", metavar="FILE", help="write every figure here")
     _model_options(evaluate)
 

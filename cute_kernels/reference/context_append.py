@@ -49,9 +49,16 @@ def context_append(
                 f"context_append: the pool must have the latents' dtype; layer {layer} has {pool.dtype}, "
                 f"the latents {z.dtype}. Cast one of them."
             )
-    written = slots >= 0
-    rows = finish_latents(z[written], norm_weight, cos[written, None], sin[written, None], eps)
-    target = slots[written].long()
+    if not z.shape[0]:
+        return
+    rows = finish_latents(z, norm_weight, cos[:, None], sin[:, None], eps)
+    # Fixed shapes and no host sync: a token without a slot repeats the write of the one with the highest slot, and where
+    # no token has one, slot 0 is given what it holds.
+    highest = slots.argmax()
+    written, any_written = slots >= 0, slots[highest] >= 0
+    target = torch.where(written, slots, slots[highest].clamp(min=0)).long()
     page_size = pools[0].shape[1]
+    page, offset = target // page_size, target % page_size
     for layer, pool in enumerate(pools):
-        pool[target // page_size, target % page_size] = rows[:, layer]
+        values = torch.where(written[:, None], rows[:, layer], rows[highest, layer])
+        pool.index_put_((page, offset), torch.where(any_written, values, pool[page, offset]))

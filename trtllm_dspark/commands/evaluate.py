@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from trtllm_dspark.commands import multi_turn
 from trtllm_dspark.commands.pair import Pair, encode, load_pair
 from trtllm_dspark.engine.requests import SamplingParams
 from trtllm_dspark.errors import DSparkError
@@ -30,6 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     assert pair.spec is not None
     for note in pair.notes:
         console.print(f"[dim]{note}[/dim]")
+    if arguments.multi_turn:
+        return multi_turn.run(arguments, pair, console)
     prompts = _prompts(arguments, pair)
     params = SamplingParams(arguments.max_new_tokens, ignore_eos=arguments.ignore_eos)
     engines = [pair.spec] if arguments.no_baseline else [pair.spec, pair.plain]

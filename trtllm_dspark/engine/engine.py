@@ -149,6 +149,10 @@ class Engine:
         """A finished request, handed over once; None while it is in flight."""
         return self._done.pop(request, None)
 
+    def forget_prefixes(self) -> None:
+        """Give back the pages and caches that are kept for reuse."""
+        self.scheduler.prefixes.clear()
+
     # ---------------------------------------------------------------------------------------------------------- step
     def step(self) -> list[Commit]:
         """One target pass for every planned request. Returns what was committed."""
