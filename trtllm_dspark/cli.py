@@ -8,7 +8,8 @@ from importlib import import_module
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.version import __version__
 
-COMMANDS = {"generate": "generate", "eval": "evaluate", "inspect": "inspect"}  # command -> module in trtllm_dspark.commands
+# command -> module in trtllm_dspark.commands
+COMMANDS = {"generate": "generate", "eval": "evaluate", "inspect": "inspect", "budget": "budget"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +55,22 @@ def build_parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what a draft checkpoint is, costs, and lacks")
     inspect.add_argument("draft_folder", nargs="?", metavar="DRAFT", help="folder or safetensors file; default: the tiny pair")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+
+    budget = commands.add_parser("budget", help="how many tokens fit beside the draft's own KV pool")
+    budget.add_argument("--draft", metavar="PATH", help="folder or safetensors file; default: the tiny pair")
+    budget.add_argument("--target-bytes-per-token", type=int, required=True, metavar="N", help="target KV, of one rank")
+    budget.add_argument("--target-state-gib", type=float, default=0.0, metavar="X", help="whatever the tokens (default 0)")
+    total = budget.add_mutually_exclusive_group(required=True)
+    total.add_argument("--total-gib", type=float, metavar="G", help="for both pools of one rank, decimals allowed")
+    total.add_argument("--total-bytes", type=int, metavar="N", help="the same in bytes")
+    budget.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallelism (default 1)")
+    budget.add_argument("--attention-dp", action="store_true", help="each rank has its own requests, attention unsharded")
+    budget.add_argument("--ranks", type=int, metavar="N", help="all ranks; default: as many as --tp")
+    budget.add_argument("--page-size", type=int, default=64, metavar="P", help="tokens a page (default 64)")
+    budget.add_argument("--draft-dtype", metavar="NAME", help="of the draft's pool, e.g. bfloat16; default: the checkpoint's")
+    budget.add_argument("--host-gib", type=float, metavar="H", help="a host tier of one rank, for pages of both pools")
+    budget.add_argument("--plot", metavar="FILE.png", help="draw the comparison; needs matplotlib")
+    budget.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

@@ -59,6 +59,8 @@ def test_without_a_head_the_chain_is_the_argmax() -> None:
     assert torch.equal(chain.tokens, base().argmax(-1)) and chain.codes is None
     assert torch.equal(chain.logits, base())
     assert greedy_chain(None, base(), torch.tensor([0, 7, 39])).logits is None
+    half = greedy_chain(None, base(dtype=torch.bfloat16), torch.tensor([0, 7, 39]), keep_logits=True)
+    assert half.logits.dtype == torch.float32
 
 
 def test_codes_are_those_of_the_token_before() -> None:
@@ -104,27 +106,28 @@ def test_the_bias_is_accumulated_in_fp32() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_chain_over_a_sharded_vocabulary_equals_the_whole(ranks: int) -> None:
-    """Every rank keeps its columns; the argmax seam joins them, step by step, through a mailbox."""
+    """Every rank keeps its columns; the argmax seam joins them, step by step."""
     made, logits, anchors = head(), base(), torch.tensor([0, 7, 39])
     whole = greedy_chain(made, logits, anchors, keep_logits=True)
     share = V // ranks
     previous = anchors
     for k in range(K):  # one step at a time: each rank's local winner, then the winner of winners
-        best, where = [], []
+        winners = []
         for rank in range(ranks):
             columns = slice(rank * share, (rank + 1) * share)
-
-            def winner(local: torch.Tensor, start: int = columns.start) -> torch.Tensor:
-                value, index = local.max(-1)
-                best.append(value)
-                where.append(index + start)
-                return index + start
-
             part = greedy_chain(
-                made, logits[:, k : k + 1, columns], previous, argmax=winner, vocab=columns, keep_logits=True
+                made,
+                logits[:, k : k + 1, columns],
+                previous,
+                argmax=lambda local, start=columns.start: local.argmax(-1) + start,
+                vocab=columns,
+                keep_logits=True,
             )
             assert torch.equal(part.logits[:, 0], whole.logits[:, k, columns])
-        previous = torch.stack(where, 1).gather(1, torch.stack(best, 1).argmax(1, keepdim=True))[:, 0]
+            winners.append(part.tokens[:, 0])
+        candidates = torch.stack(winners, 1)
+        best = whole.logits[:, k].gather(1, candidates).argmax(1, keepdim=True)
+        previous = candidates.gather(1, best)[:, 0]
         assert torch.equal(previous, whole.tokens[:, k])
 
 

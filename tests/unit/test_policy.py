@@ -26,8 +26,7 @@ def backends(*available: str) -> dict[str, Backend]:
         raise AssertionError("resolving runs nothing")
 
     return {
-        name: Backend(name, lambda c, d, name=name: None if name in available else f"no {name} here", attend)
-        for name in ALL
+        name: Backend(name, lambda c, d, name=name: None if name in available else f"no {name} here", attend) for name in ALL
     }
 
 

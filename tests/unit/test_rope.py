@@ -137,8 +137,16 @@ def test_rotation_and_norm_return_to_the_dtype_of_their_input(dtype: torch.dtype
     assert rms_norm(x, torch.ones(64, dtype=dtype), 1e-5).dtype == dtype
 
 
-def test_rms_norm_statistics_are_fp32_and_rounded_before_the_weight() -> None:
+def test_rms_norm_statistics_are_fp32_and_eps_is_inside_the_root() -> None:
     x = torch.full((1, 4096), 300.0, dtype=torch.float16)  # its square overflows fp16
     assert rms_norm(x, torch.full((4096,), 2.0, dtype=torch.float16), 1e-5).unique().tolist() == [2.0]
     tiny = torch.full((1, 8), 1e-3)
     assert float(rms_norm(tiny, torch.ones(8), 1e-5)[0, 0]) == pytest.approx(1e-3 / (1e-6 + 1e-5) ** 0.5, rel=1e-6)
+
+
+def test_rms_norm_rounds_before_the_weight() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((64, 32), (32,)))
+    unit = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert torch.equal(rms_norm(x, weight, 1e-5), unit.bfloat16() * weight)
+    assert not torch.equal((unit * weight.float()).bfloat16(), unit.bfloat16() * weight)  # control: rounded once, at the end

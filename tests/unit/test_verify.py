@@ -58,9 +58,7 @@ def test_a_tie_is_the_smallest_id_as_without_speculation() -> None:
     assert verify_greedy(torch.zeros(1, 2, V), torch.tensor([[0]])).accepted.tolist() == [1]
 
 
-@given(
-    st.lists(st.integers(0, V - 1), min_size=4, max_size=4), st.lists(st.integers(-2, V + 2), min_size=3, max_size=3)
-)
+@given(st.lists(st.integers(0, V - 1), min_size=4, max_size=4), st.lists(st.integers(-2, V + 2), min_size=3, max_size=3))
 def test_accepted_drafts_are_the_committed_tokens(own: list[int], drafts: list[int]) -> None:
     verdict = verify_greedy(target(own), torch.tensor([drafts]))
     accepted = int(verdict.accepted)
