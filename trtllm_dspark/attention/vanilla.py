@@ -78,12 +78,14 @@ def _live_latents(
     yield block
     page_size = pages.shape[1]
     live = -(-length // page_size)
-    if start < 0 or length < 0 or live > table.shape[0]:
+    if length < 0 or live > table.shape[0]:
         raise DSparkError(
             f"block_attention: request {request} must have 0 to {table.shape[0] * page_size} context tokens (its page table "
-            f"has {table.shape[0]} pages of {page_size}), it has {start} to {length}. "
+            f"has {table.shape[0]} pages of {page_size}), it has {length}. "
             "Clamp context_len to the request's page bound."
         )
+    if start < 0:
+        raise DSparkError(f"block_attention: context_start of request {request} must be 0 or more, it is {start}. Clamp it.")
     per_group = max(GROUP_TOKENS // page_size, 1)
     for first in range(start // page_size, live if start < length else 0, per_group):
         ids = table[first : min(first + per_group, live)].long()

@@ -159,16 +159,16 @@ class DraftContext:
     def _slots(self, segments: Sequence[Segment], order: list[Hashable], device: torch.device) -> torch.Tensor:
         held = [self._held(request) for request in order]
         row_of = {request: row for row, request in enumerate(order)}
-        counts = torch.tensor([s.count for s in segments], device=device)
-        begins = torch.tensor([s.first for s in segments], device=device)
-        rows = torch.tensor([row_of[s.request] for s in segments], device=device)
+        counts = torch.tensor([s.count for s in segments], dtype=torch.int64, device=device)
+        begins = torch.tensor([s.first for s in segments], dtype=torch.int64, device=device)
+        rows = torch.tensor([row_of[s.request] for s in segments], dtype=torch.int64, device=device)
         total = sum(s.count for s in segments)
         which = torch.repeat_interleave(torch.arange(len(segments), device=device), counts, output_size=total)
         offsets = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[which]
         return slot_vector(
             page_table(held, device),
-            torch.tensor([h.bound for h in held], device=device),
-            torch.tensor([h.length for h in held], device=device),
+            torch.tensor([h.bound for h in held], dtype=torch.int64, device=device),
+            torch.tensor([h.length for h in held], dtype=torch.int64, device=device),
             rows[which],
             begins[which] + offsets,
             self.page_size,

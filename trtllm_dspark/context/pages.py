@@ -46,6 +46,13 @@ class RequestPages:
         """How many more pages positions 0 .. tokens-1 take."""
         return max(-(-tokens // self.page_size) - len(self.ids), 0)
 
+    def slots(self, first: int, count: int) -> list[int]:
+        """Where positions first .. first+count-1 lie; see `slot_vector`."""
+        table = page_table([self])
+        bound, zero = torch.tensor([self.bound]), torch.tensor([0])
+        positions = torch.arange(first, first + count)
+        return slot_vector(table, bound, zero, torch.zeros_like(positions), positions, self.page_size).tolist()
+
     def advance(self, end: int) -> None:
         """Tokens from `length` up to position `end` have been written, or suppressed from the bound on.
 
@@ -146,6 +153,8 @@ def slot_vector(
     table: torch.Tensor, bound: torch.Tensor, first: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, page_size: int
 ) -> torch.Tensor:
     """Slot of each context token of a step, of all requests at once: tensor arithmetic of fixed shape, no host sync.
+
+    slot[t] = table[rows[t], positions[t] // P] * P + positions[t] % P
 
     Args:
         table: [B, max_pages], int32, any filler. bound: [B], int, tokens that the grant of each request may carry.

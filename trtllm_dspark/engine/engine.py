@@ -9,6 +9,7 @@ same loop decodes one token a pass: the baseline that a speed is measured agains
 
 import logging
 from collections.abc import Generator, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -32,6 +33,8 @@ class Engine:
         target: the model that decides. drafter: the one that proposes; None decodes without speculation.
         num_drafts: K, drafts a step, 1 to the checkpoint's block. max_batch: requests decoded together.
         prefill_chunk: prompt tokens a step runs of one request; None is all. reuse, on_pressure: see `Scheduler`.
+    Raises:
+        DSparkError: more drafts than the block gives. UnsupportedError: a drafter beside a target that cannot take rows back.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Engine:
             drafter.model.config.check_num_drafts(num_drafts)
             if target.target_layer_ids != drafter.model.config.target_layer_ids:
                 target.set_taps(drafter.model.config.target_layer_ids)
+            target.check_can_take_back()
         for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             if value is not None and value < 1:
                 raise DSparkError(f"Engine: {name} must be at least 1, it is {value}. Give a positive number.")
@@ -213,7 +217,8 @@ class Engine:
         anchors = torch.tensor([request.anchor for request in drafting], device=self.target.device)
         proposal = drafter.propose([request.id for request in drafting], anchors, self.num_drafts)
         for request, drafts in zip(drafting, proposal.tokens.tolist(), strict=True):
-            request.drafts = drafts
+            # an id that is no token cannot be run: it and those behind it are not submitted
+            request.drafts = list(takewhile(lambda token: 0 <= token < self.target.vocab_size, drafts))
 
     def _can_draft(self, drafter: Drafter, request: Request) -> bool:
         config = drafter.model.config

@@ -184,9 +184,9 @@ class MLADSparkForCausalLM(HostWorkerContract):
             return self.backend.block_attention(
                 q,
                 latents,
-                pages[layer],
-                page_table,
-                context_len,
+                pages=pages[layer],
+                page_table=page_table,
+                context_len=context_len,
                 scale=self.scale,
                 value_width=latent,
                 layer=layer,

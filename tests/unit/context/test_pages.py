@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_dspark.context.pages import NOT_WRITTEN, PageAllocator, RequestPages, page_table, readable_lengths
+from trtllm_dspark.context.pages import NOT_WRITTEN, PageAllocator, RequestPages, page_table, readable_ranges
 from trtllm_dspark.errors import DSparkError
 
 
@@ -44,13 +44,17 @@ def test_the_table_names_page_zero_like_any_other_and_pads_with_minus_one() -> N
 
 def test_tables_of_nothing_have_a_shape() -> None:
     assert page_table([]).shape == (0, 0) and page_table([RequestPages(4)]).shape == (1, 0)
-    assert readable_lengths([]).shape == (0,)
+    assert [part.shape for part in readable_ranges([])] == [(0,), (0,)]
 
 
-def test_readable_lengths_end_at_the_bound() -> None:
-    held = [RequestPages(4, [0], length=3), RequestPages(4, [1], length=9), RequestPages(4, [], length=2)]
-    lengths = readable_lengths(held)
-    assert lengths.dtype == torch.int32 and lengths.tolist() == [3, 4, 0]
+def test_what_is_readable_ends_at_the_bound() -> None:
+    held = [RequestPages(4, [0]), RequestPages(4, [1]), RequestPages(4)]
+    for request, end in zip(held, (3, 9, 2), strict=True):
+        request.advance(end)
+    start, length = readable_ranges(held)
+    assert length.dtype == start.dtype == torch.int32
+    assert length.tolist() == [3, 4, 0] and start.tolist() == [0, 0, 0]
+    assert [request.suppressed for request in held] == [0, 5, 2]
 
 
 def test_every_page_is_handed_out_once_page_zero_too() -> None:
