@@ -37,9 +37,9 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[hf,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[hf,test,cute]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[hf,test,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[hf,test,cute,dev]"
 	touch $@

@@ -46,5 +46,5 @@ def arch_of(capability: tuple[int, int]) -> Arch:
             return arch
     known = ", ".join(ARCHES)
     raise UnsupportedKernelError(
-        f"cute_kernels: a device of {known} is required, this one is sm_{capability[0]}{capability[1]}. Use the plain-torch path."
+        f"cute_kernels: a device of {known} is required, this one is sm_{capability[0]}{capability[1]}. Use plain torch."
     )

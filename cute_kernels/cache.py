@@ -24,12 +24,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.errors import KernelError
+import torch
+
+from cute_kernels.errors import KernelError, one_line
 
 log = logging.getLogger(__name__)
 FUNCTION = "kernel"  # the symbol in every object file
 
-_memory: dict[str, Callable[..., Any]] = {}
+_memory: dict[tuple[str, Any, str], Callable[..., Any]] = {}  # what a key adds cannot change within a process
 
 
 def cache_dir() -> Path:
@@ -83,22 +85,39 @@ def compiled(kernel: str, config: Any, arch: str, build: Callable[[], Any]) -> C
     Raises:
         KernelError: the compiler fails; names the kernel, its configuration and the architecture.
     """
-    key = key_of(kernel, config, arch)
-    if key in _memory:
-        return _memory[key]
-    for folder in _readable_folders():
-        loaded = _load(folder, key)
+    held = (kernel, config, arch)
+    if held not in _memory:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise KernelError(
+                f"cute_kernels: {kernel} must be compiled before a CUDA graph is captured, it is met first inside a capture. "
+                "Call it once beforehand with the same configuration."
+            )
+        _memory[held] = _find_or_build(kernel, config, arch, build)
+    return _memory[held]
+
+
+def _find_or_build(kernel: str, config: Any, arch: str, build: Callable[[], Any]) -> Callable[..., Any]:
+    key, folder = key_of(kernel, config, arch), cache_dir()
+    for readable in _readable_folders():
+        loaded = _load(readable, key)
         if loaded is not None:
-            return _memory.setdefault(key, loaded)
+            return loaded
     if not disk_is_used():
-        return _memory.setdefault(key, _build(kernel, config, arch, build))
-    with _locked(cache_dir(), key):
-        loaded = _load(cache_dir(), key)  # somebody else may have built it meanwhile
-        if loaded is None:
-            fresh = _build(kernel, config, arch, build)
-            store(cache_dir(), key, fresh, {"kernel": kernel, "config": str(config), "arch": arch, **versions()})
-            loaded = fresh
-    return _memory.setdefault(key, loaded)
+        return _build(kernel, config, arch, build)
+    fresh = None
+    try:
+        with _locked(folder, key):
+            loaded = _load(folder, key)  # somebody else may have built it meanwhile
+            if loaded is None:
+                fresh = _build(kernel, config, arch, build)
+                store(folder, key, fresh, {"kernel": kernel, "config": str(config), "arch": arch, **versions()})
+                loaded = _load(folder, key)
+    except OSError as error:
+        log.warning("kernel cache: %s cannot be used (%s); %s stays in memory", folder, error, key)
+        loaded = None
+    if loaded is not None:
+        return loaded
+    return _build(kernel, config, arch, build) if fresh is None else fresh
 
 
 def store(folder: Path, key: str, built: Any, facts: dict[str, Any]) -> None:
@@ -130,9 +149,8 @@ def _build(kernel: str, config: Any, arch: str, build: Callable[[], Any]) -> Any
     try:
         built = build()
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise KernelError(
-            f"cute_kernels: {kernel} must compile for {arch}, with {config} it does not: {first} "
+            f"cute_kernels: {kernel} must compile for {arch}, with {config} it does not: {one_line(error)} "
             "Report this with the versions of nvidia-cutlass-dsl and apache-tvm-ffi."
         ) from error
     log.info("compiled %s for %s in %.1f s", kernel, arch, time.perf_counter() - start)
@@ -151,14 +169,22 @@ def _load(folder: Path, key: str) -> Callable[..., Any] | None:
         from cutlass.cute.runtime import load_module
 
         return load_module(str(binary), enable_tvm_ffi=True)[FUNCTION]
-    except Exception as error:
-        aside = folder / "quarantine"
-        aside.mkdir(exist_ok=True)
-        for path in (binary, facts):
-            if path.exists():
-                os.replace(path, aside / f"{path.name}.{int(time.time())}")
-        log.warning("kernel cache: %s cannot be used (%s); moved to %s and compiled again", key, error, aside)
+    except FileNotFoundError:  # another process moved it aside meanwhile
         return None
+    except Exception as error:
+        log.warning("kernel cache: %s cannot be used (%s); moved to %s/quarantine and compiled again", key, error, folder)
+        _move_aside(folder, (binary, facts))
+        return None
+
+
+def _move_aside(folder: Path, paths: tuple[Path, ...]) -> None:
+    try:
+        (folder / "quarantine").mkdir(exist_ok=True)
+        for path in paths:
+            if path.exists():
+                os.replace(path, folder / "quarantine" / f"{path.name}.{time.time_ns()}")
+    except OSError as error:
+        log.warning("kernel cache: a damaged entry stays in %s (%s)", folder, error)
 
 
 @contextmanager

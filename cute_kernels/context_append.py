@@ -8,14 +8,15 @@ One warp a row, eight rows a block, 16 bytes a load. Moves 2 * T * L * W * items
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from cute_kernels.arch import arch_of
 from cute_kernels.cache import compiled
 from cute_kernels.errors import KernelError, UnsupportedKernelError
-from cute_kernels.support import device_reason, toolkit_reason
+from cute_kernels.support import arch_name, check_rows, check_tensor, device_reason, toolkit_reason
 
 NAME = "context_append"
 ROWS = 8  # of a block, a warp each
@@ -71,8 +72,8 @@ def kernel_class() -> type:
             mSlot: cute.Tensor,  # (T), int64
             mPool: cute.Tensor,  # (L, num_pages, P, W)
             eps: Float32,
-            stream,
-        ):
+            stream: Any,
+        ) -> None:
             self.kernel(mZ, mWeight, mCos, mSin, mSlot, mPool, eps).launch(
                 grid=[(mZ.shape[0] + ROWS - 1) // ROWS, mZ.shape[1], 1], block=[ROWS * WARP, 1, 1], stream=stream
             )
@@ -87,7 +88,7 @@ def kernel_class() -> type:
             mSlot: cute.Tensor,
             mPool: cute.Tensor,
             eps: Float32,
-        ):
+        ) -> None:
             tidx, _, _ = cute.arch.thread_idx()
             block, layer, _ = cute.arch.block_idx()
             lane, token = tidx % WARP, block * ROWS + tidx // WARP
@@ -118,11 +119,14 @@ def kernel_class() -> type:
                     rIn = cute.make_rmem_tensor((VECTOR,), self.dtype)
                     rOut = cute.make_rmem_tensor((VECTOR,), self.dtype)
                     rIn.store(gZ[None, self.vectors + lane].load())
+                    rCos = cute.make_rmem_tensor((VECTOR // 2,), Float32)
+                    rSin = cute.make_rmem_tensor((VECTOR // 2,), Float32)
+                    rCos.store(cute.tiled_divide(mCos[token, None], (VECTOR // 2,))[None, lane].load())
+                    rSin.store(cute.tiled_divide(mSin[token, None], (VECTOR // 2,))[None, lane].load())
                     for j in cutlass.range_constexpr(VECTOR // 2):
-                        cos, sin = mCos[token, lane * (VECTOR // 2) + j], mSin[token, lane * (VECTOR // 2) + j]
                         even, odd = rIn[2 * j].to(Float32), rIn[2 * j + 1].to(Float32)
-                        rOut[2 * j] = (even * cos - odd * sin).to(self.dtype)
-                        rOut[2 * j + 1] = (even * sin + odd * cos).to(self.dtype)
+                        rOut[2 * j] = (even * rCos[j] - odd * rSin[j]).to(self.dtype)
+                        rOut[2 * j + 1] = (even * rSin[j] + odd * rCos[j]).to(self.dtype)
                     gOut[None, self.vectors + lane].store(rOut.load())
 
     return ContextAppend
@@ -140,16 +144,16 @@ def compile_for(config: ContextAppendConfig, arch: str, options: str = "") -> An
     dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
     tokens, layers, pages, width = cute.sym_int(), cute.sym_int(), cute.sym_int(), config.latent + config.rotary
 
-    def stride() -> Any:
-        return cute.sym_int64(divisibility=VECTOR)
+    def stride(divisibility: int = VECTOR) -> Any:
+        return cute.sym_int64(divisibility=divisibility)
 
     half = config.rotary // 2
     return cute.compile(
         kernel_class()(config),
         make_fake_tensor(dtype, (tokens, layers, width), stride=(stride(), stride(), 1), assumed_align=16),
-        make_fake_tensor(dtype, (layers, config.latent), stride=(config.latent, 1), assumed_align=16),
-        make_fake_tensor(Float32, (tokens, half), stride=(half, 1), assumed_align=4),
-        make_fake_tensor(Float32, (tokens, half), stride=(half, 1), assumed_align=4),
+        make_fake_tensor(dtype, (layers, config.latent), stride=(stride(), 1), assumed_align=16),
+        make_fake_tensor(Float32, (tokens, half), stride=(stride(VECTOR // 2), 1), assumed_align=16),
+        make_fake_tensor(Float32, (tokens, half), stride=(stride(VECTOR // 2), 1), assumed_align=16),
         make_fake_tensor(Int64, (tokens,), stride=(1,), assumed_align=8),
         make_fake_tensor(
             dtype, (layers, pages, config.page_size, width), stride=(stride(), stride(), width, 1), assumed_align=16
@@ -160,14 +164,26 @@ def compile_for(config: ContextAppendConfig, arch: str, options: str = "") -> An
     )
 
 
+def gate_configs() -> list[tuple[str, Callable[[str, str], Any]]]:
+    """What the compile gate checks: (label, compile for an architecture with more options)."""
+    configs = [ContextAppendConfig(512, 64, 64, "bfloat16"), ContextAppendConfig(64, 16, 16, "float16")]
+    return [
+        (
+            f"{NAME} c={c.latent} r={c.rotary} P={c.page_size} {c.dtype}",
+            partial(compile_for, c),
+        )
+        for c in configs
+    ]
+
+
 def launcher(config: ContextAppendConfig, device: torch.device) -> Callable[..., Any]:
     """The function for a device, compiled where no cache has it."""
-    arch = arch_of(torch.cuda.get_device_capability(device)).name
+    arch = arch_name(device)
     return compiled(NAME, config, arch, lambda: compile_for(config, arch))
 
 
 def reason(z: torch.Tensor, norm_weight: torch.Tensor, pools: Sequence[torch.Tensor]) -> str | None:
-    """None where the kernel takes these arguments, else why not. Launches nothing."""
+    """None where a kernel takes these arguments here, else why not. Launches nothing."""
     return toolkit_reason() or device_reason(z.device) or _config(z, norm_weight, pools).reason()
 
 
@@ -177,13 +193,76 @@ def _config(z: torch.Tensor, norm_weight: torch.Tensor, pools: Sequence[torch.Te
 
 
 def _stacked(pools: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The layers' views as [L, num_pages, P, W] tensors: one where they are evenly spaced, else one a layer. No copy."""
+    """The layers' views as [L, num_pages, P, W] tensors, no copy: one where they lie evenly spaced in one allocation, else
+    one a layer."""
     first = pools[0]
-    steps = {b.data_ptr() - a.data_ptr() for a, b in zip(pools, pools[1:], strict=False)}
-    if len(pools) == 1 or (len(steps) == 1 and (step := steps.pop()) > 0 and step % (VECTOR * first.element_size()) == 0):
-        step = 0 if len(pools) == 1 else step
+    steps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(pools)}
+    same = all(
+        view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and view.stride() == first.stride()
+        for view in pools
+    )
+    if same and len(steps) == 1 and (step := steps.pop()) > 0 and step % (VECTOR * first.element_size()) == 0:
         return [first.as_strided((len(pools), *first.shape), (step // first.element_size(), *first.stride()))]
     return [view.unsqueeze(0) for view in pools]
+
+
+def _check(
+    z: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    pools: Sequence[torch.Tensor],
+) -> None:
+    if z.ndim != 3 or norm_weight.ndim != 2 or len(pools) != z.shape[1] or not len(pools):
+        raise KernelError(
+            f"{NAME}: z must be [T, L, W], norm_weight [L, c], with L pools; they are {list(z.shape)}, "
+            f"{list(norm_weight.shape)}, {len(pools)} pools. Pass each layer's view."
+        )
+    (tokens, layers, width), latent = z.shape, norm_weight.shape[1]
+    check_rows(NAME, "z", z)
+    check_tensor(NAME, "norm_weight", norm_weight, (layers, latent), z.dtype, z.device)
+    check_rows(NAME, "norm_weight", norm_weight)
+    for name, angle in (("cos", cos), ("sin", sin)):
+        check_tensor(NAME, name, angle, (tokens, (width - latent) // 2), torch.float32, z.device)
+        check_rows(NAME, name, angle)
+    check_tensor(NAME, "slots", slots, (tokens,), torch.int64, z.device)
+    if not slots.is_contiguous():
+        raise KernelError(f"{NAME}: slots must be contiguous, the stride is {slots.stride(0)}. Copy them.")
+    for index, view in enumerate(pools):
+        if view.ndim != 3:
+            raise KernelError(f"{NAME}: pools must be [num_pages, P, W], the one of layer {index} is {list(view.shape)}.")
+        shape = (pools[0].shape[0], pools[0].shape[1], width)
+        check_tensor(NAME, f"the pool of layer {index}", view, shape, z.dtype, z.device)
+        check_rows(NAME, f"the pool of layer {index}", view)
+        if view.stride(1) != width:
+            raise KernelError(f"{NAME}: a page must be contiguous, strides of layer {index} are {view.stride()}. Re-lay it.")
+
+
+@torch.library.custom_op("trtllm_dspark::context_append", mutates_args=("pools",), device_types="cuda")
+def _op(
+    z: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    pools: Sequence[torch.Tensor],
+    eps: float,
+) -> None:
+    _launch(z, norm_weight, cos, sin, slots, pools, eps)
+
+
+@_op.register_fake
+def _(
+    z: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    pools: Sequence[torch.Tensor],
+    eps: float,
+) -> None:
+    return None
 
 
 def context_append(
@@ -198,45 +277,38 @@ def context_append(
     """Finish the latents of T context tokens and write each into its slot, for all L layers. See the twin for shapes.
 
     Args:
-        z: [T, L, W], bf16 or fp16; last dim contiguous, other strides multiples of 8. norm_weight: [L, c], contiguous.
-        cos, sin: [T, r/2], fp32, contiguous. slots: [T], int64. pools: L tensors [num_pages, P, W]. eps: of the RMSNorm.
+        z: [T, L, W], bf16 or fp16; last dim contiguous, other strides multiples of 8. norm_weight: [L, c].
+        cos, sin: [T, r/2], fp32. slots: [T], int64; -1, or any id past the pool: not written.
+        pools: L tensors [num_pages, P, W], pages contiguous. One launch where they are views of one allocation, evenly
+            spaced; else one a layer. eps: of the RMSNorm.
+        Every row starts at a multiple of 16 bytes.
     Raises:
         KernelError: a shape, dtype, stride or device breaks the above. UnsupportedKernelError: no kernel for them here.
     """
+    if torch.compiler.is_compiling():
+        _op(z, norm_weight, cos, sin, slots, pools, eps)
+    else:
+        _launch(z, norm_weight, cos, sin, slots, pools, eps)
+
+
+def _launch(
+    z: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    pools: Sequence[torch.Tensor],
+    eps: float,
+) -> None:
+    _check(z, norm_weight, cos, sin, slots, pools)
     why = reason(z, norm_weight, pools)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME}: {why}. Use cute_kernels.reference.context_append.")
-    config = _config(z, norm_weight, pools)
-    tokens, layers, width = z.shape
-    _check("norm_weight", norm_weight, (layers, config.latent), z.dtype, z.device)
-    for name, angle in (("cos", cos), ("sin", sin)):
-        _check(name, angle, (tokens, config.rotary // 2), torch.float32, z.device)
-    _check("slots", slots, (tokens,), torch.int64, z.device)
-    if len(pools) != layers:
-        raise KernelError(f"{NAME}: {layers} pools are required, one a layer of z, {len(pools)} came. Pass each layer's view.")
-    for view in pools:
-        if view.dtype != z.dtype or view.device != z.device or view.shape[1:] != (config.page_size, width):
-            raise KernelError(
-                f"{NAME}: each pool must be [num_pages, {config.page_size}, {width}] of {z.dtype} on {z.device}, one is "
-                f"{list(view.shape)} of {view.dtype} on {view.device}. Pass views of one layout."
-            )
-        if view.stride()[1:] != (width, 1) or view.stride(0) % VECTOR or view.data_ptr() % 16:
-            raise KernelError(f"{NAME}: a page must be contiguous and 16-byte aligned, strides are {view.stride()}. Re-lay it.")
-    if z.stride(-1) != 1 or z.stride(0) % VECTOR or z.stride(1) % VECTOR or z.data_ptr() % 16:
-        raise KernelError(f"{NAME}: rows of z must be contiguous and 16-byte aligned, strides are {z.stride()}. Copy z.")
-    if not tokens:
+    if not z.shape[0]:
         return
-    launch = launcher(config, z.device)
+    launch = launcher(_config(z, norm_weight, pools), z.device)
     first = 0
     for stacked in _stacked(pools):
         count = stacked.shape[0]
         launch(z[:, first : first + count], norm_weight[first : first + count], cos, sin, slots, stacked, eps)
         first += count
-
-
-def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
-        raise KernelError(
-            f"{NAME}: {name} must be {list(shape)} of {dtype} on {device}, contiguous; it is {list(tensor.shape)} of "
-            f"{tensor.dtype} on {tensor.device}, strides {tensor.stride()}."
-        )

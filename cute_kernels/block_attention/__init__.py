@@ -1,0 +1,31 @@
+"""Attention of an MLA drafter's block over its paged context and over itself, in the latent space.
+
+    out[b, s, h] = sum_t softmax_t(scale * q[b, s, h] . latent[b, t]) * latent[b, t, :c]
+
+over the positions start[b] .. len[b]-1 of request b's context, in pages, and the S rows of its block, in a tensor of their
+own that is never written to the pool. Non-causal. The S * H rows of a request are packed, so that a token is read once for
+all of them in a row tile; long contexts are split by a work list made on the device once a step (`plan_block_attention`),
+which all layers share; the pieces are merged in a second launch.
+
+    config.py     tiles, configuration, number of parts          plan.py      the work list
+    portable.py   the attention, sm_80 and later                 combine.py   merging of pieces
+    workspace.py  buffers of a step and the plan's launch        launch.py    the public function and its op
+
+Moves about B * (len * W + M * (W + c)) * itemsize bytes, M = S * H, and computes 2 * B * M * (len + S) * (W + c) FLOP. The
+twin is `cute_kernels.reference.block_attention`.
+"""
+
+from cute_kernels.block_attention.config import BlockAttentionConfig, num_parts, workspace_shapes
+from cute_kernels.block_attention.launch import block_attention, gate_configs, reason
+from cute_kernels.block_attention.workspace import BlockAttentionWorkspace, plan_block_attention
+
+__all__ = [
+    "BlockAttentionConfig",
+    "BlockAttentionWorkspace",
+    "block_attention",
+    "gate_configs",
+    "num_parts",
+    "plan_block_attention",
+    "reason",
+    "workspace_shapes",
+]

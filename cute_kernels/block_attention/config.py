@@ -1,0 +1,101 @@
+"""What is fixed before a launch: tiles, the kernel's configuration, and how many parts share the work. Pure Python."""
+
+from dataclasses import dataclass
+
+NAME = "block_attention"
+BLOCK_M = 32  # packed rows (block row, head) of a tile
+BLOCK_N = 32  # tokens of a tile
+WARPS_M, WARPS_K = BLOCK_M // 16, 4  # a warp owns 16 rows, and a quarter of the latent's elements
+THREADS = 32 * WARPS_M * WARPS_K
+STAGES = 2
+SEGMENT = 64  # elements of a swizzled row segment, 128 bytes
+VECTOR = 8  # elements of a 16-byte copy
+SCORE_PITCH = BLOCK_N + 4  # fp32 elements from a row of partial scores to the next, off the banks
+PAGE_SIZES = (16, 32, 64, 128)
+MAX_BLOCK_ROWS, MAX_HEADS = 16, 128
+ITEM_COST = 2  # what starting on a request costs, in tiles
+MIN_QUANTUM = 2  # least cost that is worth a part
+FULL_ENOUGH = 0.9  # share of the multiprocessors that must have work for one more wave not to be tried
+MAX_WAVES = 4
+
+
+@dataclass(frozen=True)
+class BlockAttentionConfig:
+    """What is fixed when the kernel is compiled.
+
+    Attributes:
+        value_width: c, elements of the latent that are also the value. rotary: r, further elements of the key.
+        page_size: P, tokens. dtype: bfloat16 or float16.
+    """
+
+    value_width: int
+    rotary: int
+    page_size: int
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        """W = c + r."""
+        return self.value_width + self.rotary
+
+    @property
+    def segments(self) -> int:
+        """128-byte segments of a row in shared memory; the last may be part zeros."""
+        return -(-self.width // SEGMENT)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of one block: the token tiles and the partial scores."""
+        return STAGES * BLOCK_N * self.segments * SEGMENT * 2 + WARPS_K * BLOCK_M * SCORE_PITCH * 4
+
+    def reason(self) -> str | None:
+        """None where this can be compiled, else what is wrong with it."""
+        if self.dtype not in ("bfloat16", "float16"):
+            return f"dtype must be bfloat16 or float16, it is {self.dtype}"
+        if self.page_size not in PAGE_SIZES:
+            return f"page size must be one of {', '.join(map(str, PAGE_SIZES))}, it is {self.page_size}"
+        if self.value_width < SEGMENT or self.value_width % SEGMENT or self.value_width > 512:
+            return f"value_width must be a multiple of {SEGMENT} up to 512, it is {self.value_width}"
+        if self.rotary < VECTOR or self.rotary % VECTOR or self.rotary > SEGMENT:
+            return f"the key must be wider than the value by a multiple of {VECTOR} up to {SEGMENT}, it is by {self.rotary}"
+        return None
+
+
+def shape_reason(block_rows: int, heads: int) -> str | None:
+    """None where S rows and H heads are covered, else what is wrong with them."""
+    if not 1 <= block_rows <= MAX_BLOCK_ROWS:
+        return f"block rows must be 1 to {MAX_BLOCK_ROWS}, there are {block_rows}"
+    if not 1 <= heads <= MAX_HEADS:
+        return f"heads must be 1 to {MAX_HEADS}, there are {heads}"
+    return None
+
+
+def num_parts(block_rows: int, heads: int, num_sms: int) -> int:
+    """Into how many parts the tokens of a batch are cut: the grid is (row tiles, parts), whatever the lengths are.
+
+    One wave of blocks where that fills the device, else the number of waves, up to MAX_WAVES, that fills it best.
+
+    Args:
+        block_rows: S. heads: H. num_sms: multiprocessors of the device; one block runs on each.
+    """
+    row_tiles = -(-block_rows * heads // BLOCK_M)
+    best, best_filled = 1, 0.0
+    for wave in range(1, MAX_WAVES + 1):
+        parts = wave * num_sms // row_tiles
+        filled = parts * row_tiles / (wave * num_sms)
+        if filled > best_filled:
+            best, best_filled = parts, filled
+        if best_filled >= FULL_ENOUGH:
+            break
+    return best
+
+
+def workspace_shapes(max_batch: int, block_rows: int, heads: int, value_width: int, num_sms: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a workspace's tensors: `requests` and `boundaries` are int32, the others fp32."""
+    parts, rows = num_parts(block_rows, heads, num_sms), block_rows * heads
+    return {
+        "requests": (max_batch, 4),
+        "boundaries": (parts + 1, 2),
+        "partial_out": (2 * parts, rows, value_width),
+        "partial_lse": (2 * parts, rows),
+    }

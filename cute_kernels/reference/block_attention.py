@@ -1,0 +1,95 @@
+"""Attention of block rows over a paged context and over each other, dense; and the work list that splits it."""
+
+import torch
+
+from cute_kernels.reference.rotation import accumulation_dtype
+
+
+def block_attention(
+    q: torch.Tensor,
+    block_latents: torch.Tensor,
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    context_len: torch.Tensor,
+    *,
+    scale: float,
+    value_width: int,
+    layer: int = 0,
+    context_start: torch.Tensor | None = None,
+    plan: object = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """out[b, s, h] = sum_t softmax_t(scale * q[b, s, h] . latent[b, t]) * latent[b, t, :c]; non-causal.
+
+    t runs over positions context_start[b] .. context_len[b]-1 of request b's context and over all S rows of its block.
+    Only live rows are gathered, so that what lies in unread pages and table entries cannot matter. A live page that does
+    not exist holds zeros.
+
+    Args:
+        q: [B, S, H, W]. block_latents: [B, S, W]. pages: [num_pages, P, W]. page_table: [B, max_pages], integer.
+        context_len: [B], integer; read as at least 0 and at most max_pages * P. context_start: [B] or None for 0.
+        scale: softmax scale. value_width: c. layer, plan: not used. out: [B, S, H, c]. lse: [B, S, H], fp32.
+        return_lse: also return it.
+    Returns:
+        [B, S, H, c] in q's dtype; with return_lse also [B, S, H], log2 of the sum of exponentials.
+    Numerics: fp32, fp64 where q is fp64; rounded once.
+    """
+    batch, rows, heads, width = q.shape
+    wide = accumulation_dtype(q.dtype)
+    out = q.new_empty(batch, rows, heads, value_width) if out is None else out
+    lse = q.new_empty(batch, rows, heads, dtype=wide) if lse is None else lse
+    for b in range(batch):
+        start = 0 if context_start is None else max(int(context_start[b]), 0)
+        stop = min(int(context_len[b]), page_table.shape[1] * pages.shape[1])
+        position = torch.arange(start, max(start, stop), device=q.device)
+        page = page_table[b, position // pages.shape[1]].long()
+        exists = (page >= 0) & (page < pages.shape[0])
+        context = block_latents.new_zeros(len(position), width)
+        context[exists] = pages[page[exists], (position % pages.shape[1])[exists]]
+        latents = torch.cat((context, block_latents[b])).to(wide)
+        scores = scale * (q[b].to(wide) @ latents.T)  # [S, H, tokens]
+        out[b] = (scores.softmax(-1) @ latents[:, :value_width]).to(out.dtype)
+        lse[b] = (scores.logsumexp(-1) / torch.log(torch.tensor(2.0, dtype=wide))).to(lse.dtype)
+    return (out, lse) if return_lse else out
+
+
+def plan_block_attention(
+    context_len: torch.Tensor,
+    context_start: torch.Tensor | None,
+    requests: torch.Tensor,
+    boundaries: torch.Tensor,
+    *,
+    block_rows: int,
+    max_context: int,
+    block_tokens: int = 32,
+    item_cost: int = 2,
+    min_quantum: int = 2,
+) -> None:
+    """Cut the tiles of a batch into equal parts.
+
+    The batch is a line of costs: per request item_cost, then one for each tile. Part p begins at cost p * quantum; a cut
+    inside an item_cost falls on the request's first tile.
+
+    Args:
+        context_len, context_start: [B], integer; start None is 0. block_rows: S. max_context: tokens a table's row holds.
+        block_tokens: of a tile. item_cost: of a request. min_quantum: least cost of a part.
+        requests: [B, 4], int32, written: first position, context tokens, part of the first tile, number of pieces.
+        boundaries: [parts + 1, 2], int32, written: the request and tile where each part begins; (B, 0) is the end.
+    """
+    parts = len(boundaries) - 1
+    starts = [0] * len(context_len) if context_start is None else [max(n, 0) for n in context_start.tolist()]
+    contexts = [max(min(stop, max_context) - start, 0) for start, stop in zip(starts, context_len.tolist(), strict=True)]
+    tiles = [-(-(context + block_rows) // block_tokens) for context in contexts]
+    quantum = max(min_quantum, -(-sum(item_cost + n for n in tiles) // parts))
+    boundaries[:] = torch.tensor([len(tiles), 0])
+    begin = 0
+    for request, count in enumerate(tiles):
+        end = begin + item_cost + count
+        for part in range(-(-begin // quantum), -(-end // quantum)):
+            boundaries[part] = torch.tensor([request, max(part * quantum - begin - item_cost, 0)])
+        first = (begin + item_cost) // quantum
+        pieces = (end - 1) // quantum - first + 1
+        requests[request] = torch.tensor([starts[request], contexts[request], first, pieces])
+        begin = end
