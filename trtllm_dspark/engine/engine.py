@@ -9,6 +9,7 @@ same loop decodes one token a pass: the baseline that a speed is measured agains
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -28,6 +29,8 @@ class Engine:
     Args:
         target: the model that decides. drafter: the one that proposes; None decodes without speculation.
         num_drafts: K, drafts a step, 1 to the checkpoint's block. max_batch: requests decoded together.
+    Raises:
+        DSparkError: more drafts than the block gives. UnsupportedError: a drafter beside a target that cannot take rows back.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Engine:
             drafter.model.config.check_num_drafts(num_drafts)
             if target.target_layer_ids != drafter.model.config.target_layer_ids:
                 target.set_taps(drafter.model.config.target_layer_ids)
+            target.check_can_take_back()
         if max_batch < 1:
             raise DSparkError(f"Engine: max_batch must be at least 1, it is {max_batch}. Decode one or more at once.")
         self.target, self.drafter, self.num_drafts, self.max_batch = target, drafter, num_drafts, max_batch
@@ -168,7 +172,8 @@ class Engine:
         anchors = torch.tensor([request.anchor for request in requests], device=self.target.device)
         proposal = drafter.propose([request.id for request in requests], anchors, self.num_drafts)
         for request, drafts in zip(requests, proposal.tokens.tolist(), strict=True):
-            request.drafts = drafts
+            # an id that is no token cannot be run: it and those behind it are not submitted
+            request.drafts = list(takewhile(lambda token: 0 <= token < self.target.vocab_size, drafts))
 
     def _retire(self, request: Request) -> None:
         if self.drafter is not None:

@@ -113,10 +113,9 @@ class HuggingFaceTarget:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
-    @property
-    def lm_head(self) -> torch.nn.Module:
-        """[..., D] -> [..., V]."""
-        return self.model.get_output_embeddings()
+    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] of any float dtype -> [..., V] in the target's: a draft may be loaded in another."""
+        return self.model.get_output_embeddings()(hidden.to(self.dtype))
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -172,12 +171,20 @@ class HuggingFaceTarget:
             if handle is not None:
                 handle.remove()
 
+    def check_can_take_back(self) -> None:
+        """Refuse a model whose cache cannot give rows back, before a request depends on it. Runs one row.
+
+        A recurrent state exists only after a pass, so the question has no answer on an empty cache.
+        """
+        cache = self.new_cache()
+        self.forward(torch.zeros(1, dtype=torch.long, device=self.device), cache, 1)
+        if not getattr(cache, "is_croppable", True):
+            raise UnsupportedError(
+                f"target: a KV cache that can take rows back is required, that of {type(self.model).__name__} cannot. "
+                "Decode this target without a drafter."
+            )
+
     def take_back(self, cache: Any, rows: int) -> None:
         """Remove the newest `rows` rows from a cache: those of rejected drafts."""
         if rows:
-            if not getattr(cache, "is_croppable", True):
-                raise UnsupportedError(
-                    f"target: a KV cache that can take rows back is required, that of {type(self.model).__name__} cannot. "
-                    "Decode this target without a drafter."
-                )
             cache.crop(-rows)
