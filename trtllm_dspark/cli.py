@@ -93,7 +93,7 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pool-tokens", type=_positive, default=16384, metavar="N", help="of the draft pool (default 16384)")
     group.add_argument("--rope-theta", type=float, metavar="X", help="override the checkpoint's, to measure it")
     group.add_argument("--aux-stream", choices=("prefix", "attn_res"), help="override the checkpoint's")
-    group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads of torch")
+    group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads of torch; default: 1 for a small target")
 
 
 def _positive(text: str) -> int:

@@ -52,13 +52,14 @@ def context_append(
     if not z.shape[0]:
         return
     rows = finish_latents(z, norm_weight, cos[:, None], sin[:, None], eps)
-    # Fixed shapes and no host sync: a token without a slot repeats the write of the one with the highest slot, and where
-    # no token has one, slot 0 is given what it holds.
-    highest = slots.argmax()
-    written, any_written = slots >= 0, slots[highest] >= 0
-    target = torch.where(written, slots, slots[highest].clamp(min=0)).long()
+    # Fixed shapes and no host sync (indexing with a 0-dim tensor would be one): a token without a slot repeats the write of
+    # the one with the highest slot, and where no token has one, slot 0 is given what it holds.
+    highest, at = slots.max(0)
+    row = rows.index_select(0, at.view(1))  # [1, L, W]
+    written, any_written = (slots >= 0).unsqueeze(1), highest >= 0
+    target = torch.where(written[:, 0], slots, highest.clamp(min=0)).long()
     page_size = pools[0].shape[1]
     page, offset = target // page_size, target % page_size
     for layer, pool in enumerate(pools):
-        values = torch.where(written[:, None], rows[:, layer], rows[highest, layer])
+        values = torch.where(written, rows[:, layer], row[:, layer])
         pool.index_put_((page, offset), torch.where(any_written, values, pool[page, offset]))

@@ -17,6 +17,8 @@ from trtllm_dspark.evaluation.measure import measure, run_interleaved
 from trtllm_dspark.evaluation.stdlib_text import held_out_prompts
 from trtllm_dspark.stats import distinct_ngrams
 
+PROMPTS, SHOWN = 24, 10  # of the prompts that `eval` takes, one near their mean in accept_len and in repetition
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code: 1 where --compare finds another text than the target's own."""
@@ -49,7 +51,7 @@ def _prompt(arguments: argparse.Namespace, pair: Pair) -> list[int]:
         return encode(pair, arguments.prompt)
     if pair.target.tokenizer is None:
         raise DSparkError(f"generate: a tokenizer is required, {pair.target_path} has none. Add tokenizer.json to it.")
-    return held_out_prompts(pair.target.tokenizer, 1, 128)[0]
+    return held_out_prompts(pair.target.tokenizer, PROMPTS, 128)[SHOWN]
 
 
 def _stream(console: Console, pair: Pair, prompt: list[int], params: SamplingParams) -> tuple[Completion, float]:

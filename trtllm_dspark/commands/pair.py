@@ -11,6 +11,7 @@ from trtllm_dspark.engine.loading import DraftOptions, load_drafter
 from trtllm_dspark.engine.target import HuggingFaceTarget
 from trtllm_dspark.errors import DSparkError
 
+SMALL = 100_000_000  # parameters of a target below which more CPU threads wait for each other longer than they work
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -44,8 +45,6 @@ def load_pair(arguments: argparse.Namespace, *, speculate: bool = True, max_batc
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
     device = _device(arguments.device)
     if arguments.dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else None
@@ -53,6 +52,9 @@ def load_pair(arguments: argparse.Namespace, *, speculate: bool = True, max_batc
         dtype = getattr(torch, arguments.dtype)
     target_path = Path(arguments.target or tiny_pair("target"))
     target = HuggingFaceTarget.from_pretrained(target_path, device=device, dtype=dtype)
+    threads = arguments.threads or (1 if device.type == "cpu" and target.num_parameters < SMALL else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
     plain = Engine(target, max_batch=max_batch)
     if not speculate:
         return Pair(target, plain, None, 0, target_path, None, ())

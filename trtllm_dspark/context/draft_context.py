@@ -66,6 +66,7 @@ class DraftContext:
     def admit(self, request: Hashable, tokens: int = 0) -> None:
         """Begin a request with pages for `tokens` tokens; all of them or an error."""
         self._check_new(request)
+        self._check_count(request, "tokens", tokens)
         ids = self.allocator.take(-(-tokens // self.page_size))
         self.requests[request] = RequestPages(self.page_size, ids)
 
@@ -75,6 +76,12 @@ class DraftContext:
         Full pages are shared; a partly filled last one is copied into a page of the request's own.
         """
         self._check_new(request)
+        carried = len(pages) * self.page_size
+        if not 0 <= start <= tokens <= carried:
+            raise DSparkError(
+                f"DraftContext: {len(pages)} pages carry 0 to {carried} tokens; request {request!r} was to continue {tokens} "
+                f"of them, readable from {start}. Pass the pages of the whole prefix."
+            )
         full, rest = divmod(tokens, self.page_size)
         shared = list(pages[:full])
         own = self.allocator.take(1 if rest else 0)
@@ -88,22 +95,28 @@ class DraftContext:
         if request in self.requests:
             raise DSparkError(f"DraftContext: request {request!r} is already admitted. Release it first.")
 
+    def _check_count(self, request: Hashable, name: str, count: int) -> None:
+        if count < 0:
+            raise DSparkError(f"DraftContext: {name} of request {request!r} must be 0 or more, came {count}. Count them again.")
+
     def grow(self, request: Hashable, tokens: int) -> bool:
-        """Grant pages so that positions 0 .. tokens-1 may be written. False: too few are free, nothing changed."""
+        """Grant pages so that positions up to tokens-1 may be written. False: too few are free, nothing changed."""
         held = self._held(request)
         wanted = held.missing(tokens)
         if wanted > self.allocator.num_free:
             return False
-        held.ids += self.allocator.take(wanted)
+        held.grant(self.allocator.take(wanted))
         return True
 
     def slide(self, request: Hashable, tokens: int) -> bool:
-        """`grow`, giving up the request's oldest pages for its newest tokens. False: it has no more to give up."""
+        """`grow`, giving up the request's oldest pages for its newest tokens. False: not even then, nothing changed."""
         held = self._held(request)
+        own = sum(self.allocator.holders(page) == 1 for page in held.held[:-1])  # a shared page is not free when given back
+        if held.missing(tokens) > self.allocator.num_free + own:
+            return False
         while not self.grow(request, tokens):
             page = held.give_up_oldest()
-            if page is None:
-                return False
+            assert page is not None, f"request {request!r} ran out of pages to give up: {held}"
             self.allocator.give_back([page])
         return True
 
@@ -142,9 +155,9 @@ class DraftContext:
         Raises:
             DSparkError: a segment that leaves a gap or overwrites: positions are absolute and contiguous.
         """
-        assert z.shape[0] == sum(s.count for s in segments), f"{z.shape[0]} rows for segments {segments}"
         ends: dict[Hashable, int] = {}
         for segment in segments:
+            self._check_count(segment.request, "rows", segment.count)
             end = ends.get(segment.request, self._held(segment.request).length)
             if segment.first != end:
                 raise DSparkError(
@@ -152,6 +165,7 @@ class DraftContext:
                     f"it came at {segment.first}. Append every position once, in order."
                 )
             ends[segment.request] = end + segment.count
+        assert z.shape[0] == sum(s.count for s in segments), f"{z.shape[0]} rows for segments {segments}"
         context_append(z, norm_weight, cos, sin, self._slots(segments, list(ends), z.device), self.pool.views, eps)
         for request, end in ends.items():  # counted only once it is written
             self.requests[request].advance(end)
@@ -168,7 +182,7 @@ class DraftContext:
         return slot_vector(
             page_table(held, device),
             torch.tensor([h.bound for h in held], dtype=torch.int64, device=device),
-            torch.tensor([h.length for h in held], dtype=torch.int64, device=device),
+            torch.tensor([h.writable_from for h in held], dtype=torch.int64, device=device),
             rows[which],
             begins[which] + offsets,
             self.page_size,

@@ -19,10 +19,11 @@ class RequestPages:
     """The pages granted to one request, in token order, and which of its positions can be read.
 
     Attributes:
-        page_size: P. ids: page of each run of P positions; NOT_WRITTEN where the page was given up for newer tokens.
+        page_size: P. ids: page of each run of P positions; NOT_WRITTEN where the page was given up for newer tokens, or
+            was never granted and all its positions have passed.
         length: the position of the next token: all earlier ones are written, suppressed or skipped.
         start, end: positions start .. end-1 are written and can be read. end < length where writes were suppressed.
-        suppressed: tokens past the bound that were not written.
+        suppressed: tokens without a page, which were not written.
     """
 
     page_size: int
@@ -42,9 +43,25 @@ class RequestPages:
         """The page ids that are still this request's."""
         return [page for page in self.ids if page != NOT_WRITTEN]
 
+    @property
+    def writable_from(self) -> int:
+        """The first position that may be written: none before it comes again, and no page before it was given up."""
+        gone = max((index for index, page in enumerate(self.ids) if page == NOT_WRITTEN), default=-1)
+        return max(self.length, (gone + 1) * self.page_size)
+
+    @property
+    def passed(self) -> int:
+        """Pages behind the granted ones whose positions all lie before `length`: they are never needed."""
+        return max(self.length // self.page_size - len(self.ids), 0)
+
     def missing(self, tokens: int) -> int:
-        """How many more pages positions 0 .. tokens-1 take."""
-        return max(-(-tokens // self.page_size) - len(self.ids), 0)
+        """How many more pages the positions to come, up to tokens-1, take."""
+        return max(-(-tokens // self.page_size) - len(self.ids) - self.passed, 0)
+
+    def grant(self, ids: Sequence[int]) -> None:
+        """Take these pages, for the positions that follow the granted ones and are still to come."""
+        if ids:
+            self.ids += [NOT_WRITTEN] * self.passed + list(ids)
 
     def slots(self, first: int, count: int) -> list[int]:
         """Where positions first .. first+count-1 lie; see `slot_vector`."""
@@ -54,16 +71,16 @@ class RequestPages:
         return slot_vector(table, bound, zero, torch.zeros_like(positions), positions, self.page_size).tolist()
 
     def advance(self, end: int) -> None:
-        """Tokens from `length` up to position `end` have been written, or suppressed from the bound on.
+        """Tokens from `length` up to position `end` have been written, or suppressed where there is no page for them.
 
         Behind a gap (suppressed or skipped positions) the context begins anew: what is read is one unbroken run.
         """
-        written = min(end, self.bound)
-        if written > self.length:
-            if self.end < self.length:
-                self.start = self.length
-            self.end = written
-        self.suppressed += end - max(self.length, min(end, self.bound))
+        first, last = self.writable_from, min(end, self.bound)
+        if last > first:
+            if self.end < first:
+                self.start = first
+            self.end = last
+        self.suppressed += end - self.length - max(last - first, 0)
         self.length = end
 
     def skip_to(self, position: int) -> None:
@@ -168,4 +185,4 @@ def slot_vector(
         return torch.full_like(positions, NOT_WRITTEN)
     page_index = torch.where(inside, positions // page_size, 0)
     slots = table[rows, page_index].long() * page_size + positions % page_size
-    return torch.where(inside, slots, NOT_WRITTEN)
+    return torch.where(inside, slots, NOT_WRITTEN).clamp(min=NOT_WRITTEN)

@@ -53,8 +53,9 @@ class PrefixStore:
         return len(self._kept)
 
     def keep(self, prefix: KeptPrefix) -> None:
-        """Take over a finished request's context; one that it continues is let go."""
-        for other in [p for p in self._kept if common_length(p.tokens, prefix.tokens) == len(p.tokens)]:
+        """Take over a finished request's context; one that it continues, and covers, is let go."""
+        covered = [p for p in self._kept if prefix.start <= p.start and prefix.tokens[: len(p.tokens)] == p.tokens]
+        for other in covered:
             self._drop(other)
         prefix.used = next(self._clock)
         self._kept.append(prefix)
@@ -66,10 +67,11 @@ class PrefixStore:
 
         The last of `tokens` is never matched: its logits are needed.
         """
-        best = max(self._kept, key=lambda p: (common_length(p.tokens, tokens[:-1]), p.used), default=None)
-        shared = common_length(best.tokens, tokens[:-1]) if best else 0
-        if best is None or shared <= best.start:
+        lengths = ((common_length(p.tokens, tokens[:-1]), p) for p in self._kept)
+        usable = [(shared, p) for shared, p in lengths if shared > p.start]
+        if not usable:
             return None
+        shared, best = max(usable, key=lambda found: (found[0], found[1].used))
         best.used = next(self._clock)
         return best, shared
 

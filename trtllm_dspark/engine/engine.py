@@ -70,6 +70,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._done: dict[int, Completion] = {}
         self._next_id = 0
+        self._idle = False  # whether the last step could run no request
 
     # ------------------------------------------------------------------------------------------------------ requests
     def add(self, prompt: Sequence[int], params: SamplingParams = SamplingParams()) -> int:
@@ -117,7 +118,11 @@ class Engine:
             )
 
     def pause(self, request: int) -> None:
-        """Leave a request out of every step until `resume`. It keeps its context, its cache and its drafts."""
+        """Leave a request out of every step until `resume`.
+
+        It keeps its place, its context, its cache and its drafts. Only memory pressure with "recompute" may take them; it
+        is then computed again when it is resumed.
+        """
         self._in_flight(request).paused = True
 
     def resume(self, request: int) -> None:
@@ -136,18 +141,38 @@ class Engine:
         return self._requests[request]
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams = SamplingParams()) -> list[Completion]:
-        """Decode prompts to their ends, together; completions in the prompts' order."""
+        """Decode prompts to their ends, together; completions in the prompts' order.
+
+        Raises:
+            DSparkError: see `add`; or paused requests hold what these need, so that none can run.
+        """
         order = [self.add(prompt, params) for prompt in prompts]
         while not all(request in self._done for request in order):
-            self.step()
+            self._go_on()
         return [self._done.pop(request) for request in order]
 
     def stream(self, prompt: Sequence[int], params: SamplingParams = SamplingParams()) -> Generator[Commit, None, Completion]:
         """Decode one prompt, yielding what each target pass commits; the generator's value is the completion."""
         request = self.add(prompt, params)
         while request not in self._done:
-            yield from (commit for commit in self.step() if commit.request == request)
+            yield from (commit for commit in self._go_on() if commit.request == request)
         return self._done.pop(request)
+
+    def _go_on(self) -> list[Commit]:
+        """A step for a caller that waits for an end: where none can run, waiting would never end."""
+        commits = self.step()
+        if self._idle:
+            paused = [request.id for request in self._requests.values() if request.paused]
+            raise DSparkError(
+                f"Engine: a request that can run is required, none can: requests {paused} are paused and keep their places "
+                "and pages. Resume or preempt one."
+            )
+        return commits
+
+    @property
+    def in_flight(self) -> int:
+        """Requests added and not finished."""
+        return len(self._requests)
 
     def completion(self, request: int) -> Completion | None:
         """A finished request, handed over once; None while it is in flight."""
@@ -165,6 +190,7 @@ class Engine:
         commits: list[Commit] = []
         verified: list[Commit] = []
         planned = self.scheduler.plan()
+        self._idle = not planned
         for request in planned:
             first, was_pending = request.computed, request.pending > 0
             commit, rows = self._prefill(request) if was_pending else self._verify(request)

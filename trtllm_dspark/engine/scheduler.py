@@ -84,15 +84,22 @@ class Scheduler:
             self.waiting.remove(request)
             self._begin(request)
             self.running.append(request)
+            if self.context is not None:  # now, or the next one in line would count on the same free pages
+                self.context.grow(request.id, request.computed + request.pending + self.rows_ahead)
 
     def _fits(self, request: Request) -> bool:
         if self.context is None:
             return True
-        pages = -(-(request.pending + self.rows_ahead) // self.context.page_size)
-        while pages > self.context.allocator.num_free:
-            if not self.prefixes.drop_oldest():
+        while self._pages_to_begin(request, self.context.page_size) > self.context.allocator.num_free:
+            if not self._drop_prefix():
                 return not self.running
         return True
+
+    def _pages_to_begin(self, request: Request, page_size: int) -> int:
+        """Pages for all that must be run before it decodes, less those it would share. A match is dropped last."""
+        found = self.prefixes.match(request.sequence) if self.reuse == "joint" else None
+        shared = found[1] // page_size if found else 0
+        return -(-(request.pending + self.rows_ahead) // page_size) - shared
 
     def _begin(self, request: Request) -> None:
         found = self.prefixes.match(request.sequence) if self.reuse != "off" else None
@@ -117,18 +124,22 @@ class Scheduler:
             return True
         tokens = request.computed + len(request.next_rows(self.chunk))
         while not self.context.grow(request.id, tokens):
-            if self.prefixes.drop_oldest():
+            if self._drop_prefix():
                 continue
             if self.on_pressure == "recompute" and (victim := self._youngest_after(request)) is not None:
                 self.preempt(victim)
                 continue
-            if self.on_pressure == "keep" and request is not self.running[0]:
+            if self.on_pressure == "keep" and request is not next(r for r in self.running if not r.paused):
                 self.counts.left_out += 1
                 return False
             self.counts.slid += 1
             self.context.slide(request.id, tokens)  # what finds no page even so is not written, and counted
             return True
         return True
+
+    def _drop_prefix(self) -> bool:
+        """Let the least recently used prefix go for its pages; False where none is kept, or none has pages."""
+        return self.prefixes.context is not None and self.prefixes.drop_oldest()
 
     def _youngest_after(self, request: Request) -> Request | None:
         younger = self.running[self.running.index(request) + 1 :]

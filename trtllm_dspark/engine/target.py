@@ -111,6 +111,11 @@ class HuggingFaceTarget:
         return self.model.device
 
     @property
+    def num_parameters(self) -> int:
+        """Values of the model, tied ones once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 

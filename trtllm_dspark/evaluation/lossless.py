@@ -58,8 +58,8 @@ def compare_greedy(
     if offset == len(expected) == len(got):
         return None
     if offset == shared:
-        ended = (tokens[offset] if offset < len(tokens) else None for tokens in (expected, got))
-        return Divergence(offset, *ended, gap=math.nan, noise=math.nan, excused=False)
+        left, right = (tokens[offset] if offset < len(tokens) else None for tokens in (expected, got))
+        return Divergence(offset, left, right, gap=math.nan, noise=math.nan, excused=False)
 
     contenders = [expected[offset], got[offset]]
     text = [*prompt, *expected[:offset]]
@@ -70,7 +70,7 @@ def compare_greedy(
     of_two = torch.stack([logits[contenders] for logits in passes])
     noise = float((of_two.amax(0) - of_two.amin(0)).max())
     excused = set(top.indices.tolist()) == set(contenders) and gap <= NOISE_FACTOR * noise
-    return Divergence(offset, *contenders, gap=gap, noise=noise, excused=excused)
+    return Divergence(offset, expected[offset], got[offset], gap=gap, noise=noise, excused=excused)
 
 
 def _last_logits(target: HuggingFaceTarget, text: Sequence[int], rows: int) -> torch.Tensor:

@@ -53,6 +53,7 @@ def run_turns(
     progress: Callable[[int], None] = lambda turns: None,
 ) -> TurnsResult:
     """Hold the conversations, `batch` of them at a time; the answer of each turn stays in the history of the next."""
+    reused_before = engine.scheduler.counts.reused_tokens
     by_talk: list[list[Completion]] = [[] for _ in talks]
     for begin in range(0, len(talks), batch):
         group = range(begin, min(begin + batch, len(talks)))
@@ -73,5 +74,5 @@ def run_turns(
         accept_len=pooled.accept_len,
         stderr=statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan,
         verifications=pooled.verifications,
-        reused_tokens=engine.scheduler.counts.reused_tokens,
+        reused_tokens=engine.scheduler.counts.reused_tokens - reused_before,
     )

@@ -9,17 +9,19 @@ from torch import nn
 from cute_kernels.reference.rotation import rms_norm
 from trtllm_dspark.model.parallel import TensorParallel
 
+ROWS = 8  # a matrix library takes other routines for fewer rows, and for what is left over, and rounds otherwise
+
 
 def with_company(project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """project(x), a lone row computed beside a copy of itself on a CPU. [..., in] -> [..., out].
+    """project(x), on a CPU over rows [N, in] padded to a multiple of ROWS with copies of the last. [..., in] -> [..., out].
 
-    A matrix library takes another routine for one row than for several, and rounds otherwise. A request's values must not
-    depend on who shares its batch.
+    A request's values must not depend on who shares its batch.
     """
-    if x.device.type != "cpu" or x.numel() != x.shape[-1]:
+    if x.device.type != "cpu" or not x.numel():
         return project(x)
-    lone = x.reshape(1, -1)
-    return project(torch.cat((lone, lone)))[:1].reshape(*x.shape[:-1], -1)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    padded = torch.cat((rows, rows[-1:].expand(-len(rows) % ROWS, -1)))
+    return project(padded)[: len(rows)].reshape(*x.shape[:-1], -1)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

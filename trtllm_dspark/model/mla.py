@@ -25,13 +25,23 @@ from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import UnsupportedError
 from trtllm_dspark.model.heads import ConfidenceHead, MarkovHead
 from trtllm_dspark.model.host_contract import HostWorkerContract
-from trtllm_dspark.model.layers import Embedding, GatedMLP, Linear, RMSNorm, linear
+from trtllm_dspark.model.layers import Embedding, GatedMLP, Linear, RMSNorm, linear, with_company
 from trtllm_dspark.model.loading import Binding
 from trtllm_dspark.model.parallel import SINGLE, TensorParallel
 from trtllm_dspark.model.rope import RotaryEmbedding, softmax_scale
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [B, S, H, W], the block's latents [B, S, W]) -> weighted latents [B, S, H, c]."""
+
+
+def per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [B, S, H, in] times weight [H, in, out], head by head -> [B, S, H, out]; see `with_company`."""
+    heads = x.shape[-2]
+
+    def project(rows: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("thi,hio->tho", rows.unflatten(-1, (heads, -1)), weight).flatten(1)
+
+    return with_company(project, x.flatten(-2)).unflatten(-1, (heads, -1))
 
 
 class MLAAttention(nn.Module):
@@ -58,12 +68,12 @@ class MLAAttention(nn.Module):
         """x [B, S, D], cos and sin [B, S, r/2] -> [B, S, H, W]: W_UK^T q_nope beside RoPE(q_rope)."""
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, -1))
         nope, rotary = q.split([self.nope, q.shape[-1] - self.nope], -1)
-        absorbed = torch.einsum("bshn,hnc->bshc", nope, self.up_projections()[0])
+        absorbed = per_head(nope, self.up_projections()[0])
         return torch.cat((absorbed, rotate_adjacent(rotary, cos.unsqueeze(-2), sin.unsqueeze(-2))), -1)
 
     def output(self, weighted: torch.Tensor) -> torch.Tensor:
         """[B, S, H, c] -> [B, S, D]: W_UV per head, then o_proj, summed over tensor-parallel ranks."""
-        values = torch.einsum("bshc,hvc->bshv", weighted, self.up_projections()[1])
+        values = per_head(weighted, self.up_projections()[1].transpose(1, 2))
         return self.tp.sum(self.o_proj(values.flatten(-2)))
 
 
