@@ -14,7 +14,7 @@ demo: $(VENV)/.demo
 	$(BIN)/trtllm-dspark generate --compare
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest --slow $(ARGS)

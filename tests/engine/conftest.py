@@ -1,11 +1,13 @@
-"""The tiny pair, loaded once, and a list of every excused divergence at the end of the run."""
+"""The tiny pair, loaded once, and a list of every excused divergence at the end of the run, also of a parallel one."""
+
+from collections import Counter
 
 import pytest
 from engine_pair import Pair, load_pair
 
 from trtllm_dspark.evaluation.lossless import compare_greedy
 
-COMPARED, EXCUSED, ACCEPTANCE = (pytest.StashKey() for _ in range(3))
+COMPARED, EXCUSED, ACCEPTANCE = "lossless: tokens compared", "lossless: excused", "lossless: accept_len"
 
 
 @pytest.fixture(scope="session")
@@ -14,16 +16,16 @@ def pair() -> Pair:
 
 
 @pytest.fixture
-def assert_lossless(pair, request):
+def assert_lossless(pair, record_property):
     """(label, prompts, expected, got) -> None: fails on a divergence that is no tie; ties are kept for the summary."""
-    stash = request.config.stash
 
     def check(label, prompts, expected, got):
         assert len(prompts) == len(expected) == len(got)
         found = [compare_greedy(pair.target, *texts) for texts in zip(prompts, expected, got, strict=True)]
-        stash[COMPARED] = stash.get(COMPARED, 0) + sum(map(len, expected))
-        said = [f"{label}, prompt {i}: {d}" for i, d in enumerate(found) if d is not None]
-        stash.setdefault(EXCUSED, []).extend(said)
+        record_property(COMPARED, sum(map(len, expected)))
+        for i, divergence in enumerate(found):
+            if divergence is not None and divergence.excused:
+                record_property(EXCUSED, f"{label}, prompt {i}: {divergence}")
         faults = [f"{label}, prompt {i}: {d}" for i, d in enumerate(found) if d is not None and not d.excused]
         assert not faults, "\n".join(faults)
 
@@ -31,17 +33,20 @@ def assert_lossless(pair, request):
 
 
 @pytest.fixture
-def say_acceptance(request):
+def say_acceptance(record_property):
     """(label, accept_len) -> None: one line of the summary. An accept_len stands beside the correctness of its text."""
-    lines = request.config.stash.setdefault(ACCEPTANCE, [])
-    return lambda label, accept_len: lines.append(f"{label} {accept_len:.2f}")
+    return lambda label, accept_len: record_property(ACCEPTANCE, f"{label} {accept_len:.2f}")
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    if COMPARED in config.stash:
-        excused = [line for line in config.stash.get(EXCUSED, []) if "a fault" not in line]
-        terminalreporter.write_line(f"lossless: {config.stash[COMPARED]} tokens compared, {len(excused)} excused divergences")
-        for line in excused:
-            terminalreporter.write_line(f"  {line}")
-    if config.stash.get(ACCEPTANCE, None):
-        terminalreporter.write_line(f"accept_len: {'; '.join(config.stash[ACCEPTANCE])}")
+def pytest_terminal_summary(terminalreporter):
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, []) if r.when == "call"]
+    said = [(key, value) for report in reports for key, value in report.user_properties]
+    kinds = Counter(key for key, _ in said)
+    if kinds[COMPARED]:
+        compared = sum(value for key, value in said if key == COMPARED)
+        terminalreporter.write_line(f"lossless: {compared} tokens compared, {kinds[EXCUSED]} excused divergences")
+    for key, value in said:
+        if key == EXCUSED:
+            terminalreporter.write_line(f"  {value}")
+    if kinds[ACCEPTANCE]:
+        terminalreporter.write_line(f"accept_len: {'; '.join(value for key, value in said if key == ACCEPTANCE)}")

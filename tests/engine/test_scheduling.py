@@ -285,3 +285,18 @@ def test_requests_begin_in_the_order_they_came(pair):
     while engine._requests:
         begun += [commit.request for commit in engine.step() if commit.prefill]
     assert begun == order and engine.most_running == 2
+
+
+def test_two_engines_with_other_taps_share_one_target(pair, plain):
+    """Each pass taps its own engine's layers: one set by the other engine would cost acceptance in silence."""
+    engine = pair.engine(max_batch=1)
+    alone = engine.generate([pair.prompts[0]], SamplingParams(24))[0]
+    other = pair.engine(max_batch=1)
+    request = other.add(pair.prompts[0], SamplingParams(24))
+    while other.in_flight:
+        other.step()
+        pair.target.set_taps([1, 3])  # as a second draft, loaded for the same target, would
+    found = other.completion(request)
+    assert found.tokens == alone.tokens
+    assert [c.accepted for c in found.commits] == [c.accepted for c in alone.commits]
+    pair.target.set_taps(engine.drafter.model.config.target_layer_ids)

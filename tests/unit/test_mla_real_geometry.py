@@ -13,7 +13,7 @@ import small_drafts
 import torch
 from mistakes import MISTAKES
 
-from trtllm_dspark.model.mla import MLADSparkForCausalLM
+from trtllm_dspark.model.mla import MLADSparkForCausalLM, per_head
 from trtllm_dspark.propose import Drafter
 
 CHANGES = dict(
@@ -74,3 +74,14 @@ def test_control_a_mistake_is_far_from_the_oracle(name: str, dtype: torch.dtype,
 def test_the_scale_is_that_of_the_192_wide_head() -> None:
     assert model(torch.float32).scale == pytest.approx(0.1308608, rel=1e-6)
     assert model(torch.float32).config.latent_width == 576
+
+
+@pytest.mark.parametrize("lead", [(3,), (2, 5), (0, 7), (1, 1)])
+def test_a_row_is_projected_alike_in_any_company(lead: tuple[int, ...]) -> None:
+    """On a CPU rows are padded to whole groups, elsewhere they are not: the same shapes and values, also of nothing."""
+    weight, x = torch.randn(4, 6, 8, dtype=torch.float64), torch.randn(*lead, 4, 6, dtype=torch.float64)
+    expected = torch.einsum("...hi,hio->...ho", x, weight)
+    assert per_head(x, weight).shape == expected.shape
+    torch.testing.assert_close(per_head(x, weight), expected)
+    unpadded = per_head(x.to("meta"), weight.to("meta"))  # the path of every device but the CPU
+    assert unpadded.shape == expected.shape

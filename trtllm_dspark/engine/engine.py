@@ -16,7 +16,7 @@ import torch
 from trtllm_dspark.context.draft_context import Segment
 from trtllm_dspark.engine.requests import Commit, Completion, Request, SamplingParams
 from trtllm_dspark.engine.scheduler import OnPressure, Reuse, Scheduler
-from trtllm_dspark.engine.target import HuggingFaceTarget
+from trtllm_dspark.engine.target import HuggingFaceTarget, TargetOutput
 from trtllm_dspark.engine.text import IncrementalText
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.propose import Drafter
@@ -50,8 +50,7 @@ class Engine:
     ) -> None:
         if drafter is not None:
             drafter.model.config.check_num_drafts(num_drafts)
-            if target.target_layer_ids != drafter.model.config.target_layer_ids:
-                target.set_taps(drafter.model.config.target_layer_ids)
+            target.set_taps(drafter.model.config.target_layer_ids)
             target.check_can_take_back()
         for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             if value is not None and value < 1:
@@ -218,7 +217,7 @@ class Engine:
     def _prefill(self, request: Request) -> tuple[Commit | None, torch.Tensor | None]:
         rows = request.next_rows(self.scheduler.chunk)
         ids = torch.tensor(rows, device=self.target.device)
-        output = self.target.forward(ids, request.cache, 1, with_taps=self.drafter is not None)
+        output = self._run_target(ids, request, 1)
         request.computed += len(rows)
         commit = None
         if not request.pending and not request.tokens:
@@ -227,7 +226,7 @@ class Engine:
 
     def _verify(self, request: Request) -> tuple[Commit, torch.Tensor | None]:
         rows = torch.tensor(request.next_rows(1), device=self.target.device)
-        output = self.target.forward(rows, request.cache, len(rows), with_taps=self.drafter is not None)
+        output = self._run_target(rows, request, len(rows))
         verdict = verify_greedy(output.logits[None], rows[None, 1:])
         offered = verdict.tokens[0, : int(verdict.accepted[0]) + 1].tolist()
         commit = request.commit(offered, submitted=len(rows) - 1)
@@ -235,6 +234,14 @@ class Engine:
         self.target.take_back(request.cache, len(rows) - kept)
         request.computed += kept
         return commit, None if output.taps is None else output.taps[:kept]
+
+    def _run_target(self, rows: torch.Tensor, request: Request, logit_rows: int) -> TargetOutput:
+        if self.drafter is None:
+            return self.target.forward(rows, request.cache, logit_rows)
+        taps = self.drafter.model.config.target_layer_ids
+        if self.target.target_layer_ids != taps:  # another engine on this target may tap other layers
+            self.target.set_taps(taps)
+        return self.target.forward(rows, request.cache, logit_rows, with_taps=True)
 
     def _propose(self, drafter: Drafter, requests: Sequence[Request]) -> None:
         drafting = [request for request in requests if self._can_draft(drafter, request)]

@@ -17,11 +17,11 @@ def with_company(project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 
     A request's values must not depend on who shares its batch.
     """
-    if x.device.type != "cpu" or not x.numel():
+    if x.device.type != "cpu":
         return project(x)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    padded = torch.cat((rows, rows[-1:].expand(-len(rows) % ROWS, -1)))
-    return project(padded)[: len(rows)].reshape(*x.shape[:-1], -1)
+    projected = project(torch.cat((rows, rows[-1:].expand(-len(rows) % ROWS, -1))))[: len(rows)]
+    return projected.reshape(*x.shape[:-1], projected.shape[-1])
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     heads = x.shape[-2]
 
     def project(rows: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("thi,hio->tho", rows.unflatten(-1, (heads, -1)), weight).flatten(1)
+        return torch.einsum("...hi,hio->...ho", rows.unflatten(-1, (heads, -1)), weight).flatten(-2)
 
     return with_company(project, x.flatten(-2)).unflatten(-1, (heads, -1))
 
