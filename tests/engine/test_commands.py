@@ -115,6 +115,17 @@ def test_inspect_names_what_is_missing_and_exits_2(tmp_path: Path, capsys: pytes
     assert "problem: missing final_norm.weight" in capsys.readouterr().out
 
 
+def test_inspect_of_a_head_that_is_not_used_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails where inspect calls a stored lm_head the draft's own: loading ignores it and takes the target's."""
+    raw = published.tiny("mla")
+    tensors = published.tiny_tensors(raw)
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
+    assert main(["inspect", str(published.write_tiny(tmp_path / "draft", raw, tensors)), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["shared"]["lm_head"] == "target's"
+    assert any("lm_head.weight" in note and "ignored" in note for note in report["notes"])
+
+
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty, not_json, other = tmp_path / "empty", tmp_path / "not_json", tmp_path / "other"
     empty.mkdir()

@@ -15,7 +15,7 @@ from trtllm_dspark.commands.pair import Pair, encode, load_pair
 from trtllm_dspark.engine.requests import SamplingParams
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.evaluation.lossless import Divergence, compare_greedy
-from trtllm_dspark.evaluation.measure import Measurement, TimedRuns, measure, run_interleaved
+from trtllm_dspark.evaluation.measure import Measurement, TimedRuns, figure, measure, run_interleaved
 from trtllm_dspark.evaluation.stdlib_text import held_out_prompts
 from trtllm_dspark.provenance import provenance
 
@@ -96,16 +96,16 @@ def _document(
     if divergences is not None:
         seconds["target_only"] = [round(s, 4) for s in runs[1].seconds]
     return {
-        "accept_len": _figure(acceptance.accept_len),
-        "accept_len_stderr": _figure(result.accept_len_stderr),
-        "accept_len_first16": _figure(result.accept_len_first16),
-        "accept_rate": _figure(acceptance.accept_rate),
-        "accept_rate_at": [_figure(rate) for rate in acceptance.accept_rate_at],
+        "accept_len": figure(acceptance.accept_len),
+        "accept_len_stderr": figure(result.accept_len_stderr),
+        "accept_len_first16": figure(result.accept_len_first16),
+        "accept_rate": figure(acceptance.accept_rate),
+        "accept_rate_at": [figure(rate) for rate in acceptance.accept_rate_at],
         "histogram": list(acceptance.histogram),
-        "distinct_4grams": _figure(result.distinct_4grams),
+        "distinct_4grams": figure(result.distinct_4grams),
         "lossless": lossless,
         "divergences": None if divergences is None else [f"prompt {i}: {d}" for i, d in divergences],
-        "speed_ratio": _figure(runs[1].median / runs[0].median) if lossless else None,
+        "speed_ratio": figure(runs[1].median / runs[0].median) if lossless else None,
         "seconds": seconds,
         "num_drafts": pair.num_drafts,
         "prompts": result.prompts,
@@ -118,11 +118,6 @@ def _document(
         "notes": list(pair.notes),
         "provenance": provenance(),
     }
-
-
-def _figure(value: float) -> float | None:
-    """JSON has no nan."""
-    return round(value, 6) if math.isfinite(value) else None
 
 
 def _show(console: Console, pair: Pair, result: Measurement, document: dict[str, Any]) -> None:

@@ -36,7 +36,6 @@ def inspect_draft(path: Path) -> dict[str, Any]:
     config = DraftConfig.from_pretrained(path if path.is_dir() else path.parent, require_block_size=False)
     problems = checkpoint.problems(config)
     own_embedding = "embed_tokens.weight" in checkpoint.tensors
-    own_head = "lm_head.weight" in checkpoint.tensors
     dtype = getattr(torch, config.dtype)
     return {
         "path": str(path),
@@ -50,7 +49,7 @@ def inspect_draft(path: Path) -> dict[str, Any]:
         "tensor_bytes": checkpoint.nbytes,
         "bytes_per_token": bytes_per_token(config, dtype),
         "shared": {
-            "lm_head": "own" if own_head else "target's",
+            "lm_head": "target's",  # also where the file has one: see the notes
             "embed_tokens": "own" if own_embedding else "target's",
         },
         "backends": {

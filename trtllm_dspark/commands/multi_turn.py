@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +15,7 @@ from trtllm_dspark.engine.requests import SamplingParams
 from trtllm_dspark.engine.scheduler import Reuse
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.evaluation.lossless import compare_greedy
+from trtllm_dspark.evaluation.measure import figure
 from trtllm_dspark.evaluation.multi_turn import TurnsResult, conversations, run_turns
 from trtllm_dspark.provenance import provenance
 
@@ -89,16 +89,11 @@ def _figures(pair: Pair, alone: TurnsResult, result: TurnsResult) -> dict[str, A
         if (divergence := compare_greedy(pair.target, expected.prompt, expected.tokens, got.tokens)) is not None
     ]
     return {
-        "accept_len": _figure(result.accept_len),
-        "stderr": _figure(result.stderr),
+        "accept_len": figure(result.accept_len),
+        "stderr": figure(result.stderr),
         "verifications": result.verifications,
         "reused_tokens": result.reused_tokens,
         "lossless": all(divergence.excused for divergence in divergences),
         "compared_turns": len(compared),
         "divergences": [str(divergence) for divergence in divergences],
     }
-
-
-def _figure(value: float) -> float | None:
-    """JSON has no nan."""
-    return round(value, 6) if math.isfinite(value) else None

@@ -159,10 +159,7 @@ class Scheduler:
         """A finished request leaves; its context is kept for reuse or given back."""
         self.running.remove(request)
         tokens = request.sequence[: request.computed]
-        if self.reuse == "off":
-            if self.context is not None:
-                self.context.release(request.id)
-        elif self.reuse == "joint" and self.context is not None:
+        if self.reuse == "joint" and self.context is not None:
             held = self.context.detach(request.id)
             pages = -(-len(tokens) // self.context.page_size) if held.end == len(tokens) else 0  # 0: some was not written
             self.context.allocator.give_back([page for page in held.ids[pages:] if page != NOT_WRITTEN])
@@ -171,5 +168,6 @@ class Scheduler:
         else:
             if self.context is not None:
                 self.context.release(request.id)
-            self.prefixes.keep(KeptPrefix(tokens, [], 0, request.cache))
+            if self.reuse != "off":
+                self.prefixes.keep(KeptPrefix(tokens, [], 0, request.cache))
         request.cache = None

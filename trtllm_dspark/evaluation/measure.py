@@ -64,6 +64,11 @@ def _accept(commits: Sequence[Commit], num_drafts: int) -> Acceptance:
     return counter.summary()
 
 
+def figure(value: float) -> float | None:
+    """A figure as a result file holds it: six decimals, None for nan and infinity, which JSON does not have."""
+    return round(value, 6) if math.isfinite(value) else None
+
+
 @dataclass(frozen=True)
 class TimedRuns:
     """Completions of the first run, and the seconds of each."""
