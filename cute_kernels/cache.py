@@ -120,6 +120,16 @@ def _find_or_build(kernel: str, config: Any, arch: str, build: Callable[[], Any]
     return _build(kernel, config, arch, build) if fresh is None else fresh
 
 
+def build_into(folder: Path, kernel: str, config: Any, arch: str, build: Callable[[], Any]) -> Path:
+    """Compile into a folder of prebuilt entries, unless it holds this one already. Returns the object file."""
+    key = key_of(kernel, config, arch)
+    with _locked(folder, key):
+        if _load(folder, key) is None:
+            built = _build(kernel, config, arch, build)
+            store(folder, key, built, {"kernel": kernel, "config": str(config), "arch": arch, **versions()})
+    return folder / f"{key}.o"
+
+
 def store(folder: Path, key: str, built: Any, facts: dict[str, Any]) -> None:
     """Write an entry: object file and JSON, each complete or not there."""
     folder.mkdir(parents=True, exist_ok=True)

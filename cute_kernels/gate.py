@@ -32,7 +32,7 @@ from cute_kernels.errors import one_line
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- registers: begin (python -m cute_kernels.gate --write) -->", "<!-- registers: end -->"
-FRAME = {"arch", "bench", "cache", "errors", "gate", "reference", "support"}  # modules that hold no kernel
+FRAME = {"arch", "bench", "cache", "errors", "gate", "prebuild", "reference", "support"}  # modules that hold no kernel
 Compile = Callable[[str, str], Any]
 """(architecture, more options of the compiler) -> the compiler's object."""
 

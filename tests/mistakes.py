@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from cute_kernels.reference import context_append as append_kernel
+from cute_kernels.reference import query_rope
 from cute_kernels.reference.rotation import rms_norm, rotate_half_split
 from trtllm_dspark.context.draft_context import ContextView
 from trtllm_dspark.model import mla
@@ -19,12 +20,12 @@ Mistake = Callable[[pytest.MonkeyPatch, Drafter], None]
 
 
 def half_split_rope(patch: pytest.MonkeyPatch, drafter: Drafter) -> None:
-    patch.setattr(mla, "rotate_adjacent", rotate_half_split)
+    patch.setattr(query_rope, "rotate_adjacent", rotate_half_split)
     patch.setattr(append_kernel, "rotate_adjacent", rotate_half_split)
 
 
 def half_split_query_only(patch: pytest.MonkeyPatch, drafter: Drafter) -> None:
-    patch.setattr(mla, "rotate_adjacent", rotate_half_split)
+    patch.setattr(query_rope, "rotate_adjacent", rotate_half_split)
 
 
 def input_layernorm_on_context(patch: pytest.MonkeyPatch, drafter: Drafter) -> None:
@@ -53,7 +54,7 @@ def causal_block(patch: pytest.MonkeyPatch, drafter: Drafter) -> None:
         parts = [backend.block_attention(q[:, s : s + 1], block_latents[:, : s + 1], **rest) for s in rows]
         return torch.cat(parts, 1)
 
-    patch.setattr(drafter.model, "backend", replace(backend, block_attention=causal))
+    patch.setattr(drafter.model, "backend", replace(backend, operations=replace(backend.operations, block_attention=causal)))
 
 
 def _context_shifted(by: int) -> Mistake:

@@ -123,7 +123,7 @@ def recorded(model: MLADSparkForCausalLM) -> Iterator[Values]:
             )
             for handle in handles:
                 stack.callback(handle.remove)
-        model.backend = replace(backend, block_attention=recording_attention)
+        model.backend = replace(backend, operations=replace(backend.operations, block_attention=recording_attention))
         stack.callback(lambda: setattr(model, "backend", backend))
         yield seen
     for index in range(len(model.layers)):

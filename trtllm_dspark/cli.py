@@ -9,7 +9,7 @@ from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.version import __version__
 
 # command -> module in trtllm_dspark.commands
-COMMANDS = {"generate": "generate", "eval": "evaluate", "inspect": "inspect", "budget": "budget"}
+COMMANDS = {"generate": "generate", "eval": "evaluate", "inspect": "inspect", "budget": "budget", "kernels": "kernels"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +71,16 @@ def build_parser() -> argparse.ArgumentParser:
     budget.add_argument("--host-gib", type=float, metavar="H", help="a host tier of one rank, for pages of both pools")
     budget.add_argument("--plot", metavar="FILE.png", help="draw the comparison; needs matplotlib")
     budget.add_argument("--json", action="store_true", help="print JSON")
+
+    kernels = commands.add_parser("kernels", help="compile kernels ahead of time")
+    actions = kernels.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser("build", help="write loadable kernels into a folder; no GPU needed")
+    build.add_argument("--arch", required=True, metavar="NAMES", help="such as sm_90a,sm_100a")
+    build.add_argument("--out", required=True, metavar="DIR", help="the folder; name it in CUTE_KERNELS_AOT_DIR to use it")
+    build.add_argument("--draft", metavar="PATH", help="folder or safetensors file; default: the tiny pair")
+    build.add_argument("--page-size", default="64", metavar="P", help="tokens a page, such as 32,64 (default 64)")
+    build.add_argument("--dtype", metavar="NAME", help="bfloat16 or float16; default: the checkpoint's")
+    build.add_argument("--jobs", type=_positive, metavar="N", help="processes; default: one a core")
     return parser
 
 
@@ -87,6 +97,11 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
         help="auto: float32 on a CPU, the checkpoint's own on a GPU",
+    )
+    group.add_argument(
+        "--draft-dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the draft; default: the target's",
     )
     group.add_argument("--attention-backend", default="AUTO", metavar="NAME", help="AUTO, CUTEDSL, TRTLLM or VANILLA")
     group.add_argument("--page-size", type=_positive, default=64, metavar="P", help="tokens a page (default 64)")

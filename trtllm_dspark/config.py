@@ -117,7 +117,12 @@ class DraftConfig(BaseModel):
         """Drafts one block can give: every row, or every row but the anchor's in the fill-in layout."""
         if self.block_size is None:
             raise DSparkError(f"{WHO}: the block size is unknown: the checkpoint has none. Give max_draft_len.")
-        return self.block_size if self.sample_from_anchor else self.block_size - 1
+        return self.block_size - self.first_draft_row
+
+    @property
+    def first_draft_row(self) -> int:
+        """The block row that gives the first draft: the anchor's own, or the one behind it in the fill-in layout."""
+        return 0 if self.sample_from_anchor else 1
 
     def check_num_drafts(self, num_drafts: int) -> int:
         """`num_drafts` itself where one block can give that many. Fewer is legal: later rows go unused."""

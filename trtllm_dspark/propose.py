@@ -3,32 +3,14 @@
 anchor + masks -> embeddings -> block forward over the paged context -> lm_head -> Markov chain -> tokens, confidences
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from itertools import chain
 
 import torch
 
 from trtllm_dspark.context.draft_context import DraftContext, Segment
-from trtllm_dspark.errors import DSparkError
-from trtllm_dspark.model.heads import greedy_chain
-from trtllm_dspark.model.layers import with_company
 from trtllm_dspark.model.mla import MLADSparkForCausalLM
-
-
-@dataclass
-class Proposal:
-    """Drafts of a batch.
-
-    Attributes:
-        tokens: [B, K], int64, each in [0, V). confidence: [B, K], fp32 in [0, 1], or None without a confidence head.
-        hidden: [B, S, D], final hidden states of all block rows. logits: [B, K, V] with the Markov bias, if asked for.
-    """
-
-    tokens: torch.Tensor
-    confidence: torch.Tensor | None
-    hidden: torch.Tensor
-    logits: torch.Tensor | None
+from trtllm_dspark.step import CapturedStep, Head, Proposal, StepBuffers, block_width, context_rows, draft_block
 
 
 class Drafter:
@@ -36,13 +18,12 @@ class Drafter:
 
     Args:
         model: the draft model. context: where its latents live; one request id is one sequence.
-        lm_head: [..., D] -> [..., V], the target's.
+        lm_head: the target's.
     """
 
-    def __init__(
-        self, model: MLADSparkForCausalLM, context: DraftContext, lm_head: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, model: MLADSparkForCausalLM, context: DraftContext, lm_head: Head) -> None:
         self.model, self.context, self.lm_head = model, context, lm_head
+        self._captured: dict[int, list[CapturedStep]] = {}  # num_drafts -> steps, smallest batch first
 
     @torch.no_grad()
     def extend(self, segments: Sequence[Segment], taps: torch.Tensor) -> None:
@@ -51,13 +32,26 @@ class Drafter:
         Args:
             segments: whose rows these are. taps: [T, n_taps * D_target], after the tapped layers, ascending.
         """
-        model = self.model
-        taps = taps.to(model.context_proj.weight.dtype)
-        z = model.context_latents(model.project_context(taps))
         at = chain.from_iterable(range(s.first, s.first + s.count) for s in segments)
         positions = torch.tensor(list(at), dtype=torch.int64, device=taps.device)
-        cos, sin = model.rope.angles(positions)
-        self.context.append(segments, z, model.latent_norm, cos, sin, model.config.rms_norm_eps)
+        self.context.append(segments, *context_rows(self.model, taps, positions))
+
+    def capture(self, max_batch: int, num_drafts: int, max_tokens: int) -> None:
+        """Capture the step as CUDA graphs for batches up to max_batch; `propose` then replays the smallest that fits.
+
+        Args:
+            num_drafts: K. max_tokens: of context that a request may have; a longer one is drafted without a graph.
+        Raises:
+            DSparkError: see `CapturedStep`.
+        """
+        pages = -(-min(max_tokens, self.context.capacity) // self.context.page_size)
+        sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
+        steps, memory = [], torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
+            buffers = StepBuffers.allocate(self.model, size, pages)
+            step = CapturedStep(self.model, self.lm_head, self.context.pool.views, buffers, num_drafts, memory=memory)
+            steps.append(step)
+        self._captured[num_drafts] = steps[::-1]
 
     @torch.no_grad()
     def propose(
@@ -78,27 +72,13 @@ class Drafter:
         Raises:
             DSparkError: K drafts need more rows than the block has.
         """
-        model, config = self.model, self.model.config
-        first_row = 0 if config.sample_from_anchor else 1
-        rows = block_rows or config.block_size or num_drafts + first_row
-        if not 1 <= num_drafts <= rows - first_row:
-            raise DSparkError(
-                f"propose: 1 to {rows - first_row} drafts fit a block of {rows} rows whose row {first_row} predicts first, "
-                f"{num_drafts} were asked for. Lower num_drafts."
-            )
-        device = anchors.device
-        view = self.context.view(requests, device)
+        rows = block_width(self.model, num_drafts, block_rows)
+        view = self.context.view(requests, anchors.device)
         lengths = [self.context.length(request) for request in requests]
-        start = torch.tensor(lengths, dtype=torch.int64, device=device)
-        positions = start.unsqueeze(1) + torch.arange(rows, device=device)
-        ids = torch.full((len(requests), rows), config.mask_token_id, device=device)
-        ids[:, 0] = anchors
-        hidden = model.draft_hidden(
-            model.embed_tokens(ids), positions, view.pages, view.page_table, view.context_len, view.context_start
-        )
-        drafting = hidden[:, first_row : first_row + num_drafts]
-        drafts = greedy_chain(model.markov_head, with_company(self.lm_head, drafting), anchors, keep_logits=keep_logits)
-        confidence = None
-        if model.confidence_head is not None:
-            confidence = model.confidence_head(drafting, drafts.codes).sigmoid()
-        return Proposal(drafts.tokens, confidence, hidden, drafts.logits)
+        positions = torch.tensor(lengths, dtype=torch.int64, device=anchors.device)
+        if block_rows is None and not keep_logits:
+            for step in self._captured.get(num_drafts, ()):
+                if step.takes(len(requests), view):
+                    step.load(anchors, positions, view)
+                    return step.replay().first(len(requests))
+        return draft_block(self.model, self.lm_head, view, anchors, positions, num_drafts, rows, keep_logits=keep_logits)

@@ -140,7 +140,7 @@ def test_k08_every_backend_of_the_family_keeps_its_context_in_the_managed_pool()
     """Fails where a backend has an arena of its own beside the pool that is charged, or a pool it does not use."""
     model = small_drafts.small_model()
     for name in FAMILIES["mla"].choices:
-        model.backend = type(model.backend)(name, (), model.backend.block_attention)
+        model.backend = type(model.backend)(name, (), model.backend.operations)
         assert model._paged_ctx_cache and not model._uses_worker_attention_backend and model.dflash_attention_backend == name
     arena = torch.zeros(2, 2, 16, 1, model.config.latent_width)
     with pytest.raises(DSparkError, match="must be paged"):

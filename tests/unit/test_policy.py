@@ -1,13 +1,15 @@
 """AUTO: who is picked, who is passed over and why, and what a refusal says. `cuda` here is a name; no GPU is touched."""
 
 import logging
+from functools import partial
 
 import published
 import pytest
 import torch
 
 from trtllm_dspark.attention import policy, vanilla
-from trtllm_dspark.attention.policy import BACKENDS, FAMILIES, Backend, resolve_backend
+from trtllm_dspark.attention.operations import DraftShape, Operations
+from trtllm_dspark.attention.policy import BACKENDS, FAMILIES, Backend
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
 
@@ -25,15 +27,25 @@ def backends(*available: str) -> dict[str, Backend]:
     def attend(*args: object, **kwargs: object) -> torch.Tensor:
         raise AssertionError("resolving runs nothing")
 
-    return {
-        name: Backend(name, lambda c, d, name=name: None if name in available else f"no {name} here", attend) for name in ALL
-    }
+    def made(name: str) -> Backend:
+        operations = Operations(attend)
+        reason = None if name in available else f"no {name} here"
+        return Backend(name, lambda c, d, s: reason, lambda: operations, checked=name != "VANILLA")
+
+    return {name: made(name) for name in ALL}
+
+
+def no_fault(*arguments: object) -> None:
+    """A self-check that finds nothing."""
+
+
+resolve_backend = partial(policy.resolve_backend, check=no_fault, measure=lambda *arguments: 1.0)
 
 
 @pytest.mark.parametrize(
     ("family", "device", "available", "picked", "passed_over"),
     [
-        ("mla", CUDA, ALL, "CUTEDSL", []),
+        ("mla", CUDA, ("CUTEDSL", "VANILLA"), "CUTEDSL", ["TRTLLM"]),
         ("mla", CUDA, ("TRTLLM", "VANILLA"), "TRTLLM", ["CUTEDSL"]),
         ("mla", CPU, ALL, "VANILLA", []),
         ("mla", CPU, ("VANILLA",), "VANILLA", []),
@@ -53,7 +65,7 @@ def test_auto(
     table = backends(*available)
     with caplog.at_level(logging.INFO, logger=policy.__name__):
         choice = resolve_backend(config(family), device, owner="the draft", backends=table)
-    assert choice.name == picked and choice.block_attention is table[picked].block_attention
+    assert choice.name == picked and choice.operations is table[picked].operations()
     assert choice.passed_over == tuple((name, f"no {name} here") for name in passed_over)
     assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.INFO
     line = caplog.records[0].getMessage()
@@ -113,7 +125,7 @@ def test_a_choice_of_the_other_family_is_unknown_here() -> None:
 def test_only_the_candidates_are_asked() -> None:
     asked: list[str] = []
     table = {
-        name: Backend(name, lambda c, d, name=name: asked.append(name), vanilla.block_attention)  # type: ignore[func-returns-value]
+        name: Backend(name, lambda c, d, s, name=name: asked.append(name), vanilla.operations)  # type: ignore[func-returns-value]
         for name in ALL
     }
     resolve_backend(config("mla"), CPU, backends=table)
@@ -125,12 +137,13 @@ def test_the_real_table() -> None:
     for family in FAMILIES:
         choice = resolve_backend(config(family), CPU)
         assert choice.name == "VANILLA" and choice.block_attention is vanilla.block_attention
-    assert BACKENDS["VANILLA"].reason(config("mla"), CUDA) is None  # by name it runs anywhere
+    shape = DraftShape.of(config("mla"))
+    assert BACKENDS["VANILLA"].reason(config("mla"), CUDA, shape) is None  # by name it runs anywhere
     for name in ("CUTEDSL", "TRTLLM"):
-        assert "needs a CUDA device, this one is cpu" in str(BACKENDS[name].reason(config("mla"), CPU))
+        assert "needs a CUDA device, this one is cpu" in str(BACKENDS[name].reason(config("mla"), CPU, shape))
 
 
 def test_a_backend_that_is_available_must_have_a_function() -> None:
-    table = backends(*ALL) | {"VANILLA": Backend("VANILLA", vanilla.reason, None)}
+    table = backends(*ALL) | {"VANILLA": Backend("VANILLA", vanilla.reason, None, checked=False)}
     with pytest.raises(AssertionError, match="VANILLA"):
         resolve_backend(config("mla"), CPU, backends=table)

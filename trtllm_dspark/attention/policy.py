@@ -12,46 +12,34 @@ name: an order of magnitude lost in silence is worse than a refusal.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from trtllm_dspark.attention import vanilla
+from trtllm_dspark.attention import cutedsl, self_check, vanilla
+from trtllm_dspark.attention.operations import BlockAttention, DraftShape, Operations
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.version import __version__
 
 log = logging.getLogger(__name__)
 
-Reason = Callable[[DraftConfig, torch.device], str | None]
-"""Why a backend cannot run this draft on this device; None where it can."""
-
-
-class BlockAttention(Protocol):
-    """The one signature; see `vanilla.block_attention` for shapes."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        block_latents: torch.Tensor,
-        pages: torch.Tensor,
-        page_table: torch.Tensor,
-        context_len: torch.Tensor,
-        *,
-        scale: float,
-        value_width: int,
-        layer: int = 0,
-        context_start: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+Reason = Callable[[DraftConfig, torch.device, DraftShape], str | None]
+"""Why a backend cannot run this draft, on this device, in this shape; None where it can. Launches nothing."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend as the policy sees it. block_attention is None where this version has none."""
+    """A backend as the policy sees it.
+
+    Attributes:
+        reason: see `Reason`. operations: makes its operations; None where this version has none.
+        checked: whether it must pass its self-check before it is used.
+    """
 
     name: str
     reason: Reason
-    block_attention: BlockAttention | None
+    operations: Callable[[], Operations] | None
+    checked: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,19 +57,21 @@ FAMILIES: Mapping[str, FamilyPolicy] = {
 }
 
 
-def _kernel_backend(name: str) -> Backend:
-    def reason(config: DraftConfig, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"needs a CUDA device, this one is {device.type}"
-        return f"trtllm-dspark {__version__} has no {name} kernel"
+def _trtllm_reason(config: DraftConfig, device: torch.device, shape: DraftShape) -> str | None:
+    if device.type != "cuda":
+        return f"needs a CUDA device, this one is {device.type}"
+    return f"trtllm-dspark {__version__} has no TRTLLM kernel"
 
-    return Backend(name, reason, None)
 
+Check = Callable[[str, Callable[[], Operations], DraftConfig, DraftShape, torch.device], str | None]
+"""(name, operations, config, shape, device) -> why the backend may not be used, None where it may."""
+Measure = Callable[[Operations, DraftConfig, DraftShape, torch.device], float]
+"""(operations, config, shape, device) -> microseconds."""
 
 BACKENDS: Mapping[str, Backend] = {
-    "CUTEDSL": _kernel_backend("CUTEDSL"),
-    "TRTLLM": _kernel_backend("TRTLLM"),
-    "VANILLA": Backend("VANILLA", vanilla.reason, vanilla.block_attention),
+    "CUTEDSL": Backend("CUTEDSL", cutedsl.reason, cutedsl.operations),
+    "TRTLLM": Backend("TRTLLM", _trtllm_reason, None),
+    "VANILLA": Backend("VANILLA", vanilla.reason, vanilla.operations, checked=False),
 }
 
 
@@ -90,13 +80,18 @@ class BackendChoice:
     """A resolved backend.
 
     Attributes:
-        name: concrete, never AUTO. passed_over: (name, reason) of AUTO's earlier candidates.
-        block_attention: the function to call.
+        name: concrete, never AUTO. passed_over: (name, reason) of AUTO's other candidates.
+        operations: what to call.
     """
 
     name: str
     passed_over: tuple[tuple[str, str], ...]
-    block_attention: BlockAttention
+    operations: Operations
+
+    @property
+    def block_attention(self) -> BlockAttention:
+        """The one function that every backend has."""
+        return self.operations.block_attention
 
     def __str__(self) -> str:
         over = "; ".join(f"{name}: {why}" for name, why in self.passed_over)
@@ -108,51 +103,82 @@ def resolve_backend(
     device: torch.device,
     requested: str = "AUTO",
     *,
+    shape: DraftShape | None = None,
     owner: str = "drafter",
     backends: Mapping[str, Backend] = BACKENDS,
+    check: Check = self_check.checked_reason,
+    measure: Measure = self_check.measure_block_attention,
 ) -> BackendChoice:
     """Pick the attention backend of a drafter.
 
+    A candidate must have no reason against it and pass its self-check on this device. Where several do, AUTO measures them
+    at this shape and takes the fastest; on a tie, the first.
+
     Args:
         config: of the draft. device: where it will run. requested: AUTO, or one of the family's choices.
+        shape: of the deployment; None is the checkpoint's own on one rank, in pages of 64.
         owner: who the errors speak for. backends: every known backend by name.
+        check, measure: how a candidate is checked and timed.
     Raises:
-        DSparkError: an unknown name (lists the choices), an explicit one that is unavailable (its reason), or AUTO with
-            no candidate left (every reason).
+        DSparkError: an unknown name (lists the choices), an explicit one that is unavailable or fails its self-check (its
+            reason), or AUTO with no candidate left (every reason).
     """
     policy = FAMILIES[config.family]
     where = _device_name(device)
+    shape = shape or DraftShape.of(config)
+
+    def against(name: str) -> str | None:
+        backend = backends[name]
+        why = backend.reason(config, device, shape)
+        if why is None and backend.checked:
+            assert backend.operations is not None, f"{name} gave no reason and has no operations"
+            why = check(name, backend.operations, config, shape, device)
+        return why
+
     if requested != "AUTO":
         if requested not in policy.choices:
             raise DSparkError(
                 f"{owner}: attention_backend must be AUTO or one of {', '.join(policy.choices)} for the {config.family} "
                 f"family, it is {requested!r}. Choose one of these."
             )
-        why = backends[requested].reason(config, device)
+        why = against(requested)
         if why is not None:
             raise DSparkError(
                 f"{owner}: attention_backend {requested} was asked for and must be available on {where}; {why}. "
                 "Choose AUTO or another backend."
             )
         return _choice(backends[requested], ())
+    candidates = policy.on_cuda if device.type == "cuda" else policy.on_cpu
     passed: list[tuple[str, str]] = []
-    for name in policy.on_cuda if device.type == "cuda" else policy.on_cpu:
-        why = backends[name].reason(config, device)
-        if why is None:
-            choice = _choice(backends[name], tuple(passed))
-            log.info("%s on %s: %s", owner, where, choice)
-            return choice
-        passed.append((name, why))
-    reasons = "; ".join(f"{name}: {why}" for name, why in passed)
-    raise DSparkError(
-        f"{owner}: a usable attention backend is required on {where} and the {config.family} family does not degrade; "
-        f"{reasons}. Ask for VANILLA by name to run it in plain torch, slowly."
-    )
+    fit: list[str] = []
+    for name in candidates:
+        why = against(name)
+        if why is not None:
+            passed.append((name, why))
+        elif backends[name].checked or not fit:  # plain torch stands in where nothing else runs; it is not raced
+            fit.append(name)
+    if not fit:
+        reasons = "; ".join(f"{name}: {why}" for name, why in passed)
+        raise DSparkError(
+            f"{owner}: a usable attention backend is required on {where} and the {config.family} family does not degrade; "
+            f"{reasons}. Ask for VANILLA by name to run it in plain torch, slowly."
+        )
+    if len(fit) > 1:
+        times = {name: measure(_operations(backends[name]), config, shape, device) for name in fit}
+        fit.sort(key=times.__getitem__)
+        passed += [(name, f"takes {times[name]:.0f} us where {fit[0]} takes {times[fit[0]]:.0f}") for name in fit[1:]]
+    choice = _choice(backends[fit[0]], tuple(passed))
+    log.info("%s on %s: %s", owner, where, choice)
+    return choice
+
+
+def _operations(backend: Backend) -> Operations:
+    assert backend.operations is not None, f"{backend.name} gave no reason and has no operations"
+    return backend.operations()
 
 
 def _choice(backend: Backend, passed: tuple[tuple[str, str], ...]) -> BackendChoice:
-    assert backend.block_attention is not None, f"{backend.name} gave no reason and has no function"
-    return BackendChoice(backend.name, passed, backend.block_attention)
+    return BackendChoice(backend.name, passed, _operations(backend))
 
 
 def _device_name(device: torch.device) -> str:

@@ -9,15 +9,21 @@ from collections.abc import Iterator
 
 import torch
 
+from trtllm_dspark.attention.operations import DraftShape, Operations
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
 
 GROUP_TOKENS = 8192
 
 
-def reason(config: DraftConfig, device: torch.device) -> str | None:
+def reason(config: DraftConfig, device: torch.device, shape: DraftShape) -> str | None:
     """None: plain torch runs everywhere."""
     return None
+
+
+def operations() -> Operations:
+    """Plain torch throughout."""
+    return Operations(block_attention)
 
 
 def block_attention(
@@ -31,6 +37,7 @@ def block_attention(
     value_width: int,
     layer: int = 0,
     context_start: torch.Tensor | None = None,
+    plan: object = None,
 ) -> torch.Tensor:
     """Attention of S block rows over their context and over each other, non-causal, in the latent space.
 
@@ -43,6 +50,7 @@ def block_attention(
             neither read nor checked. context_len: [B], int32, the end of the context; 0 is legal.
         scale: softmax scale. value_width: c. layer: which layer, for messages.
         context_start: [B], int32, first position read; None is 0. At or past context_len the context is empty.
+        plan: not used.
     Returns:
         [B, S, H, c] in q's dtype.
     Raises:

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from trtllm_dspark.attention.operations import DraftShape
 from trtllm_dspark.attention.policy import BACKENDS, FAMILIES
 from trtllm_dspark.checkpoint import DraftCheckpoint
 from trtllm_dspark.commands.pair import tiny_pair
@@ -54,7 +55,7 @@ def inspect_draft(path: Path) -> dict[str, Any]:
         },
         "backends": {
             device: {
-                name: BACKENDS[name].reason(config, torch.device(device)) or "available"
+                name: BACKENDS[name].reason(config, torch.device(device), DraftShape.of(config)) or "available"
                 for name in FAMILIES[config.family].choices
             }
             for device in ("cpu", "cuda")

@@ -64,6 +64,7 @@ def load_pair(arguments: argparse.Namespace, *, speculate: bool = True, max_batc
         attention_backend=arguments.attention_backend,
         pool_tokens=arguments.pool_tokens,
         page_size=arguments.page_size,
+        dtype=None if arguments.draft_dtype is None else getattr(torch, arguments.draft_dtype),
         rope_theta=arguments.rope_theta,
         aux_stream=arguments.aux_stream,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.reference.context_append import context_append
+from trtllm_dspark.attention.operations import ContextAppend
 from trtllm_dspark.context.pages import (
     PageAllocator,
     RequestPages,
@@ -45,11 +46,11 @@ class DraftContext:
     """Owns the pages of every admitted request. A request keeps its context from `admit` to `release`, in or out of a batch.
 
     Args:
-        pool: where latents live.
+        pool: where latents live. write: finishes latents and writes them into their slots; plain torch by default.
     """
 
-    def __init__(self, pool: ContextPool) -> None:
-        self.pool = pool
+    def __init__(self, pool: ContextPool, write: ContextAppend = context_append) -> None:
+        self.pool, self.write = pool, write
         self.allocator = PageAllocator(pool.num_pages)
         self.requests: dict[Hashable, RequestPages] = {}
 
@@ -166,7 +167,7 @@ class DraftContext:
                 )
             ends[segment.request] = end + segment.count
         assert z.shape[0] == sum(s.count for s in segments), f"{z.shape[0]} rows for segments {segments}"
-        context_append(z, norm_weight, cos, sin, self._slots(segments, list(ends), z.device), self.pool.views, eps)
+        self.write(z, norm_weight, cos, sin, self._slots(segments, list(ends), z.device), self.pool.views, eps)
         for request, end in ends.items():  # counted only once it is written
             self.requests[request].advance(end)
 

@@ -69,6 +69,8 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._done: dict[int, Completion] = {}
         self._next_id = 0
+        if drafter is not None and drafter.model.backend.operations.capturable and target.device.type == "cuda":
+            drafter.capture(max_batch, num_drafts, target.max_positions or drafter.context.capacity)
         self._idle = False  # whether the last step could run no request
 
     # ------------------------------------------------------------------------------------------------------ requests

@@ -68,7 +68,12 @@ def load_drafter(path: str | Path, target: HuggingFaceTarget, options: DraftOpti
         )
     dtype = options.dtype or target.dtype
     model = MLADSparkForCausalLM.from_pretrained(
-        path, config=config, device=target.device, dtype=dtype, attention_backend=options.attention_backend
+        path,
+        config=config,
+        device=target.device,
+        dtype=dtype,
+        attention_backend=options.attention_backend,
+        page_size=options.page_size,
     )
     layout = PoolLayout.of(config, page_size=options.page_size, dtype=dtype)
     pool = ContextPool.allocate(layout, -(-options.pool_tokens // options.page_size), target.device)
@@ -83,4 +88,5 @@ def load_drafter(path: str | Path, target: HuggingFaceTarget, options: DraftOpti
         str(report),
     )
     num_drafts = config.check_num_drafts(options.num_drafts or config.max_drafts)
-    return LoadedDraft(Drafter(model, DraftContext(pool), target.lm_head), num_drafts, notes)
+    context = DraftContext(pool, model.backend.operations.context_append)
+    return LoadedDraft(Drafter(model, context, target.lm_head), num_drafts, notes)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trtllm_dspark.attention.operations import MarkovChain
 from trtllm_dspark.model.layers import Embedding, Linear, linear
 
 
@@ -75,6 +76,7 @@ def greedy_chain(
     argmax: Callable[[torch.Tensor], torch.Tensor] | None = None,
     vocab: slice = slice(None),
     keep_logits: bool = False,
+    kernel: MarkovChain | None = None,
 ) -> Chain:
     """Draft tokens of a block, one after the other, each biased by the one before it.
 
@@ -84,15 +86,21 @@ def greedy_chain(
         markov: the head, or None for no bias. base_logits: [B, K, V]. anchors: [B], int.
         argmax: [B, V] -> [B] token ids, where V is one rank's part of the vocabulary; None: argmax over the last dim.
         vocab: the columns of the vocabulary that base_logits holds. keep_logits: also return the biased logits.
+        kernel: does all steps at once where neither argmax nor logits are asked for; sums in another order, so that a near
+            tie may fall otherwise.
     """
+    if kernel is not None and markov is not None and argmax is None and not keep_logits:
+        w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight[vocab]
+        written = w1.new_empty(*base_logits.shape[:2], w1.shape[1])
+        return Chain(kernel(base_logits, anchors.long(), w1, w2, written), written, None)
     base, previous = base_logits.float(), anchors.long()
     tokens, codes, kept = [], [], []
-    w2 = None if markov is None else markov.markov_w2.weight[vocab].float()
+    wide = None if markov is None else markov.markov_w2.weight[vocab].float()
     for k in range(base.shape[1]):
         logits = base[:, k]
         if markov is not None:
             codes.append(markov.code(previous))
-            logits = logits + linear(codes[-1].float(), w2)  # type: ignore[arg-type]
+            logits = logits + linear(codes[-1].float(), wide)  # type: ignore[arg-type]
         previous = logits.argmax(-1) if argmax is None else argmax(logits).long()
         tokens.append(previous)
         if keep_logits:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
+from trtllm_dspark.attention.operations import DraftShape
 from trtllm_dspark.checkpoint import DraftCheckpoint
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
@@ -46,7 +47,9 @@ class LoadableModel(nn.Module):
         raise NotImplementedError("a drafter class must say where each checkpoint tensor goes")
 
     @classmethod
-    def resolve_backend(cls, config: DraftConfig, device: torch.device, requested: str = "AUTO") -> BackendChoice:
+    def resolve_backend(
+        cls, config: DraftConfig, device: torch.device, requested: str = "AUTO", shape: DraftShape | None = None
+    ) -> BackendChoice:
         """The attention backend of this family on this device."""
         raise NotImplementedError("a drafter class must say which attention backend it runs on")
 
@@ -58,11 +61,13 @@ class LoadableModel(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         attention_backend: str = "AUTO",
+        page_size: int = 64,
         tp: TensorParallel = SINGLE,
     ) -> Model:
         """A drafter whose every value is NaN, so that one that is never filled shows in the first output."""
         device = torch.device(device)
-        backend = cls.resolve_backend(config, device, attention_backend)
+        shape = DraftShape.of(config, dtype=dtype, page_size=page_size, tp=tp)
+        backend = cls.resolve_backend(config, device, attention_backend, shape)
         with torch.device("meta"):
             model = cls(config, backend=backend, tp=tp)
         model = model.to(dtype).to_empty(device=device)
@@ -81,6 +86,7 @@ class LoadableModel(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         attention_backend: str = "AUTO",
+        page_size: int = 64,
         tp: TensorParallel = SINGLE,
     ) -> Model:
         """Load a drafter from a folder with config.json and safetensors.
@@ -89,7 +95,8 @@ class LoadableModel(nn.Module):
             path: the folder. config: read from it where None.
             num_drafts: K; fills a missing block_size, and is checked against a present one.
             device, dtype: of the parameters; dtype None is the checkpoint's own.
-            attention_backend: AUTO or a name of the family. tp: this rank's slice; only that slice is read.
+            attention_backend: AUTO or a name of the family. page_size: of the pool it will run on.
+            tp: this rank's slice; only that slice is read.
         Raises:
             DSparkError: anything in the folder that is missing, unknown, of another shape, packed or not finite.
         """
@@ -97,7 +104,7 @@ class LoadableModel(nn.Module):
         checkpoint = DraftCheckpoint.open(path)
         checkpoint.check(config)
         dtype = dtype or getattr(torch, config.dtype)
-        model = cls.empty(config, device=device, dtype=dtype, attention_backend=attention_backend, tp=tp)
+        model = cls.empty(config, device=device, dtype=dtype, attention_backend=attention_backend, page_size=page_size, tp=tp)
         model.fill(lambda name, dim: checkpoint.read(name, dim=dim, rank=tp.rank, size=tp.size))
         return model.eval().requires_grad_(False)
 

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from cute_kernels.reference.context_append import finish_latents
-from cute_kernels.reference.rotation import rotate_adjacent
+from cute_kernels.reference.query_rope import query_rope
+from trtllm_dspark.attention.operations import DraftShape, QueryRope
 from trtllm_dspark.attention.policy import BackendChoice, resolve_backend
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import UnsupportedError
@@ -34,9 +35,17 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [B, S, H, W], the block's latents [B, S, W]) -> weighted latents [B, S, H, c]."""
 
 
-def per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [B, S, H, in] times weight [H, in, out], head by head -> [B, S, H, out]; see `with_company`."""
+def per_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [B, S, H, in] times weight [H, in, out], head by head -> [B, S, H, out]; see `with_company`.
+
+    out: where it is written; rows of its last dim are contiguous, the others may be strided.
+    """
     heads = x.shape[-2]
+    if out is not None:
+        if x.device.type == "cpu" or torch.is_grad_enabled():
+            return out.copy_(per_head(x, weight))
+        torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=out.flatten(0, 1).transpose(0, 1))
+        return out
 
     def project(rows: torch.Tensor) -> torch.Tensor:
         return torch.einsum("...hi,hio->...ho", rows.unflatten(-1, (heads, -1)), weight).flatten(-2)
@@ -64,12 +73,14 @@ class MLAAttention(nn.Module):
         per_head = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         return per_head[:, : self.nope], per_head[:, self.nope :]
 
-    def query(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [B, S, D], cos and sin [B, S, r/2] -> [B, S, H, W]: W_UK^T q_nope beside RoPE(q_rope)."""
+    def query(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: QueryRope = query_rope) -> torch.Tensor:
+        """x [B, S, D], cos and sin [B, S, r/2] -> [B, S, H, W]: W_UK^T q_nope beside RoPE(q_rope), each written in place."""
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, -1))
         nope, rotary = q.split([self.nope, q.shape[-1] - self.nope], -1)
-        absorbed = per_head(nope, self.up_projections()[0])
-        return torch.cat((absorbed, rotate_adjacent(rotary, cos.unsqueeze(-2), sin.unsqueeze(-2))), -1)
+        out = q.new_empty(*q.shape[:-1], self.latent + rotary.shape[-1])
+        per_head(nope, self.up_projections()[0], out=out[..., : self.latent])
+        rope(rotary, cos, sin, out)
+        return out
 
     def output(self, weighted: torch.Tensor) -> torch.Tensor:
         """[B, S, H, c] -> [B, S, D]: W_UV per head, then o_proj, summed over tensor-parallel ranks."""
@@ -125,9 +136,11 @@ class MLADSparkForCausalLM(HostWorkerContract):
         self.confidence_head = ConfidenceHead(hidden, code, config.confidence_bias) if config.confidence_head else None
 
     @classmethod
-    def resolve_backend(cls, config: DraftConfig, device: torch.device, requested: str = "AUTO") -> BackendChoice:
+    def resolve_backend(
+        cls, config: DraftConfig, device: torch.device, requested: str = "AUTO", shape: DraftShape | None = None
+    ) -> BackendChoice:
         """The attention backend for this draft on this device; see `attention.policy`."""
-        return resolve_backend(config, device, requested, owner=cls.__name__)
+        return resolve_backend(config, device, requested, shape=shape, owner=cls.__name__)
 
     # ------------------------------------------------------------------------------------------------------- context
     def project_context(self, taps: torch.Tensor) -> torch.Tensor:
@@ -161,7 +174,8 @@ class MLADSparkForCausalLM(HostWorkerContract):
         for index, layer in enumerate(cast("list[MLALayer]", self.layers)):
             x = layer.input_layernorm(h)
             latents = self.block_latents(index, x, cos, sin)
-            h = h + layer.self_attn.output(attend(index, layer.self_attn.query(x, cos, sin), latents))
+            q = layer.self_attn.query(x, cos, sin, self.backend.operations.query_rope)
+            h = h + layer.self_attn.output(attend(index, q, latents))
             h = h + layer.mlp(layer.post_attention_layernorm(h))
         return self.final_norm(h)
 
@@ -188,10 +202,18 @@ class MLADSparkForCausalLM(HostWorkerContract):
         Returns:
             [B, S, D].
         """
-        latent = self.latent_norm.shape[-1]
+        latent, operations = self.latent_norm.shape[-1], self.backend.operations
+        plan = operations.plan(
+            context_len,
+            context_start,
+            block_rows=embeddings.shape[1],
+            heads=cast(MLALayer, self.layers[0]).self_attn.heads,
+            value_width=latent,
+            max_context=page_table.shape[1] * pages[0].shape[1],
+        )
 
         def attend(layer: int, q: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-            return self.backend.block_attention(
+            return operations.block_attention(
                 q,
                 latents,
                 pages=pages[layer],
@@ -201,6 +223,7 @@ class MLADSparkForCausalLM(HostWorkerContract):
                 value_width=latent,
                 layer=layer,
                 context_start=context_start,
+                plan=plan,
             )
 
         return self(embeddings, positions, attend)

@@ -1,0 +1,102 @@
+"""Kernels compiled ahead of time, for architectures that need not be here: a folder that CUTE_KERNELS_AOT_DIR may name."""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from cute_kernels import cache, context_append, markov_chain, query_rope
+from cute_kernels.arch import ARCHES
+from cute_kernels.block_attention import combine, plan, portable
+from cute_kernels.block_attention.config import NAME as BLOCK_ATTENTION
+from cute_kernels.block_attention.config import BlockAttentionConfig
+from cute_kernels.errors import KernelError
+from cute_kernels.support import toolkit_reason
+
+MAX_JOBS = 8  # each takes about 1 GB
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What decides which kernels a drafter calls.
+
+    Attributes:
+        latent: c. rotary: r. page_sizes: P, each that may be served. dtype: bfloat16 or float16.
+        markov_rank: R, 0 for none. base: dtypes of the logits that the chain may be given.
+    """
+
+    latent: int
+    rotary: int
+    page_sizes: tuple[int, ...]
+    dtype: str
+    markov_rank: int
+    base: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One compilation: the kernel's name and settings as its launch looks them up, and what compiles it."""
+
+    kernel: str
+    config: Any
+    compile: Callable[..., Any]
+
+    def build(self, arch: str) -> Any:
+        """The compiler's object."""
+        return self.compile(arch) if self.config is None else self.compile(self.config, arch)
+
+
+def tasks(deployment: Deployment) -> list[Task]:
+    """Everything that a drafter of this deployment may launch."""
+    c, r, dtype, rank = deployment.latent, deployment.rotary, deployment.dtype, deployment.markov_rank
+    found = [
+        Task(plan.PLAN, None, plan.compile_for),
+        Task(combine.COMBINE, combine.CombineConfig(c, dtype), combine.compile_for),
+        Task(query_rope.NAME, query_rope.QueryRopeConfig(r, dtype), query_rope.compile_for),
+    ]
+    for page_size in deployment.page_sizes:
+        attention = BlockAttentionConfig(c, r, page_size, dtype)
+        append = context_append.ContextAppendConfig(c, r, page_size, dtype)
+        found += [
+            Task(BLOCK_ATTENTION, attention, portable.compile_for),
+            Task(context_append.NAME, append, context_append.compile_for),
+        ]
+    for base in deployment.base if rank else ():
+        chains = [markov_chain.MarkovChainConfig(rank, n, base, dtype, codes=True) for n in markov_chain.GROUPS]
+        found += [Task(markov_chain.NAME, chain, markov_chain.compile_for) for chain in chains]
+    return found
+
+
+def build(deployment: Deployment, arches: Iterable[str], folder: Path, jobs: int | None = None) -> list[Path]:
+    """Compile all of a deployment's kernels into a folder; those that it holds already are left as they are.
+
+    Args:
+        arches: of `arch.ARCHES`. folder: made where there is none. jobs: processes; None is one a core, at most 8.
+    Returns:
+        the object files, in order.
+    Raises:
+        KernelError: an unknown architecture, a missing toolkit, or a kernel that does not compile, named.
+    """
+    arches = list(arches)
+    unknown = [arch for arch in arches if arch not in ARCHES]
+    if unknown or not arches:
+        came = f"{', '.join(unknown)} came" if unknown else "none came"
+        raise KernelError(f"cute_kernels: architectures must be among {', '.join(ARCHES)}; {came}. Choose from these.")
+    why = toolkit_reason()
+    if why is not None:
+        raise KernelError(f"cute_kernels: the compiler is required to build kernels; {why}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    work = [(task, arch, folder) for arch in arches for task in tasks(deployment)]
+    jobs = min(jobs or os.cpu_count() or 1, MAX_JOBS, len(work))
+    if jobs < 2:
+        return [_build_one(item) for item in work]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # the compiler knows no threads
+        return list(pool.map(_build_one, work))
+
+
+def _build_one(item: tuple[Task, str, Path]) -> Path:
+    task, arch, folder = item
+    return cache.build_into(folder, task.kernel, task.config, arch, lambda: task.build(arch))

@@ -1,0 +1,153 @@
+"""The self-check that a backend must pass before it is used: right ones pass, planted faults are refused with their error."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import published
+import pytest
+import torch
+
+from cute_kernels.reference.context_append import context_append
+from cute_kernels.reference.markov_chain import markov_chain
+from cute_kernels.reference.query_rope import query_rope
+from trtllm_dspark.attention import policy, self_check, vanilla
+from trtllm_dspark.attention.operations import DraftShape, Operations
+from trtllm_dspark.attention.policy import Backend, resolve_backend
+from trtllm_dspark.config import DraftConfig
+from trtllm_dspark.errors import DSparkError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CONFIG = DraftConfig.from_dict(published.tiny("mla"))
+RIGHT = Operations(vanilla.block_attention, markov_chain=markov_chain)
+
+
+def shape(dtype: torch.dtype = torch.bfloat16, page_size: int = 16) -> DraftShape:
+    return replace(DraftShape.of(CONFIG, dtype=dtype, page_size=page_size))
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_plain_torch_passes(dtype: torch.dtype, page_size: int) -> None:
+    outcome = self_check.self_check(RIGHT, CONFIG, shape(dtype, page_size), CPU)
+    assert outcome.reason() is None and len(outcome.findings) == 4
+    assert all(0 <= finding.error <= finding.allowed < 0.1 for finding in outcome.findings)
+
+
+def causal(q: torch.Tensor, block_latents: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:
+    rows = range(q.shape[1])
+    parts = [vanilla.block_attention(q[:, s : s + 1], block_latents[:, : s + 1], *rest, **options) for s in rows]
+    return torch.cat(parts, 1)
+
+
+def no_window(*arguments: torch.Tensor, context_start: torch.Tensor, **options: object) -> torch.Tensor:
+    return vanilla.block_attention(*arguments, context_start=torch.zeros_like(context_start), **options)
+
+
+def one_row_short(*arguments: torch.Tensor, context_len: torch.Tensor, **options: object) -> torch.Tensor:
+    return vanilla.block_attention(*arguments, context_len=(context_len - 1).clamp(min=0), **options)
+
+
+def unwritten_row(*arguments: torch.Tensor, **options: object) -> torch.Tensor:
+    found = vanilla.block_attention(*arguments, **options)
+    found[-1, -1, -1] = torch.nan
+    return found
+
+
+def writes_every_slot(z, norm_weight, cos, sin, slots, pools, eps):  # type: ignore[no-untyped-def]
+    context_append(z, norm_weight, cos, sin, slots.clamp(min=0), pools, eps)
+
+
+def unrotated(rotary: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+    query_rope(rotary, torch.ones_like(cos), torch.zeros_like(sin), out)
+
+
+def next_token(*arguments: torch.Tensor) -> torch.Tensor:
+    return markov_chain(*arguments) + 1
+
+
+FAULTS = {
+    "causal": ("block_attention", causal),
+    "window-ignored": ("block_attention", no_window),
+    "last-token-missed": ("block_attention", one_row_short),
+    "unwritten-row": ("block_attention", unwritten_row),
+    "slot-minus-one-written": ("context_append", writes_every_slot),
+    "query-not-rotated": ("query_rope", unrotated),
+    "wrong-token": ("markov_chain", next_token),
+}
+
+
+@pytest.mark.parametrize(("operation", "fault"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_found_and_named(operation: str, fault: Callable[..., torch.Tensor]) -> None:
+    outcome = self_check.self_check(replace(RIGHT, **{operation: fault}), CONFIG, shape(), CPU)
+    wrong = [finding for finding in outcome.findings if not finding.passed]
+    assert [finding.operation for finding in wrong] == [operation] and wrong[0].error > 2 * wrong[0].allowed
+    assert f"{operation} is off by {wrong[0].error:.1e}" in str(outcome.reason())
+
+
+def backends(cutedsl: Operations) -> dict[str, Backend]:
+    def available(*arguments: object) -> None:
+        """No reason against it."""
+
+    return {
+        "CUTEDSL": Backend("CUTEDSL", available, lambda: cutedsl),
+        "TRTLLM": Backend("TRTLLM", available, lambda: RIGHT),
+        "VANILLA": Backend("VANILLA", vanilla.reason, vanilla.operations, checked=False),
+    }
+
+
+def on_cpu(
+    name: str, make: Callable[[], Operations], config: DraftConfig, shape: DraftShape, device: torch.device
+) -> str | None:
+    """The real check; the policy believes that it decides for a GPU."""
+    return self_check.self_check(make(), config, shape, CPU).reason()
+
+
+def test_auto_passes_over_a_wrong_kernel_with_the_error_it_made(caplog: pytest.LogCaptureFixture) -> None:
+    table = backends(replace(RIGHT, block_attention=causal))
+    with caplog.at_level(logging.INFO, logger=policy.__name__):
+        choice = resolve_backend(CONFIG, CUDA, backends=table, check=on_cpu)
+    assert choice.name == "TRTLLM"
+    [(name, why)] = choice.passed_over
+    assert name == "CUTEDSL" and why.startswith("failed its self-check: block_attention is off by ") and "allowed is" in why
+    assert why in caplog.text
+
+
+def test_an_explicit_wrong_kernel_is_refused_with_the_error_it_made() -> None:
+    with pytest.raises(DSparkError, match=r"CUTEDSL was asked for.*failed its self-check: query_rope is off by"):
+        resolve_backend(CONFIG, CUDA, "CUTEDSL", backends=backends(replace(RIGHT, query_rope=unrotated)), check=on_cpu)
+
+
+@pytest.mark.parametrize(("times", "picked"), [((10.0, 20.0), "CUTEDSL"), ((20.0, 10.0), "TRTLLM"), ((10.0, 10.0), "CUTEDSL")])
+def test_of_two_that_pass_the_faster_is_taken(times: tuple[float, float], picked: str) -> None:
+    mine = replace(RIGHT)
+    measured = {id(mine): times[0], id(RIGHT): times[1]}
+    choice = resolve_backend(
+        CONFIG, CUDA, backends=backends(mine), check=on_cpu, measure=lambda operations, *rest: measured[id(operations)]
+    )
+    assert choice.name == picked
+    [(_, why)] = choice.passed_over
+    assert why == f"takes {max(times):.0f} us where {picked} takes {min(times):.0f}"
+
+
+def test_a_check_that_raises_is_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*arguments: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("illegal instruction")
+
+    make = partial(replace, RIGHT, block_attention=broken)
+    why = self_check.checked_reason("CUTEDSL", make, CONFIG, shape(), CPU)
+    assert why == "failed its self-check: RuntimeError: illegal instruction" and "illegal instruction" in caplog.text
+
+
+def test_the_outcome_is_kept_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    made: list[int] = []
+
+    def make() -> Operations:
+        made.append(1)
+        return RIGHT
+
+    with caplog.at_level(logging.INFO, logger=self_check.__name__):
+        found = {self_check.checked_reason("X", make, CONFIG, shape(), CPU) for _ in range(3)}
+    assert found == {None} and made == [1]
+    assert len([r for r in caplog.records if "self-check of X on cpu" in r.getMessage() and "passed" in r.getMessage()]) == 1

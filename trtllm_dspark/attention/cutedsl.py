@@ -1,0 +1,121 @@
+"""CUTEDSL: the draft step on this project's CuTe DSL kernels. Reads nothing on the host; can be captured in a CUDA graph."""
+
+from typing import cast
+
+import torch
+
+from cute_kernels import support
+from cute_kernels.block_attention import (
+    BlockAttentionConfig,
+    BlockAttentionWorkspace,
+    block_attention,
+    plan_block_attention,
+)
+from cute_kernels.block_attention.config import shape_reason
+from cute_kernels.context_append import ContextAppendConfig, context_append
+from cute_kernels.markov_chain import MarkovChainConfig, markov_chain
+from cute_kernels.query_rope import QueryRopeConfig, query_rope
+from trtllm_dspark.attention.operations import DraftShape, Operations
+from trtllm_dspark.config import DraftConfig
+from trtllm_dspark.errors import DSparkError
+
+MIN_BATCH = 256  # requests that a workspace takes at least; 16 bytes each
+
+
+def reason(config: DraftConfig, device: torch.device, shape: DraftShape) -> str | None:
+    """None where every kernel of a step takes this draft on this device, else what is in the way."""
+    missing = support.device_reason(device) or support.toolkit_reason()
+    if missing is not None:
+        return missing
+    if config.kv_lora_rank is None or config.qk_rope_head_dim is None:
+        return f"needs an MLA draft, {config.architecture} is {config.family}"
+    c, r, dtype = config.kv_lora_rank, config.qk_rope_head_dim, str(shape.dtype).removeprefix("torch.")
+    reasons = [
+        BlockAttentionConfig(c, r, shape.page_size, dtype).reason(),
+        shape_reason(shape.block_rows, shape.heads),
+        ContextAppendConfig(c, r, shape.page_size, dtype).reason(),
+        QueryRopeConfig(r, dtype).reason(),
+    ]
+    if config.markov_rank:
+        reasons.append(MarkovChainConfig(config.markov_rank, 1, dtype, dtype).reason())
+    return next((why for why in reasons if why is not None), None)
+
+
+class _SharedWorkspaces:
+    """The buffers in which a step's plan lies, one for each shape, at addresses that never change.
+
+    Steps of one drafter follow each other on one stream, so they may share them. A captured graph holds their addresses:
+    a larger one is made beside the old, which stays.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int, torch.device], list[BlockAttentionWorkspace]] = {}
+
+    def plan(
+        self,
+        context_len: torch.Tensor,
+        context_start: torch.Tensor | None,
+        *,
+        block_rows: int,
+        heads: int,
+        value_width: int,
+        max_context: int,
+    ) -> BlockAttentionWorkspace:
+        batch, device = context_len.numel(), context_len.device
+        made = self._made.setdefault((block_rows, heads, value_width, device), [])
+        found = next((workspace for workspace in made if workspace.max_batch >= batch), None)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise DSparkError(
+                    f"CUTEDSL: a step of {batch} requests must run once before it is captured in a CUDA graph, so that its "
+                    "buffers outlive the graph. Run it once first."
+                )
+            found = BlockAttentionWorkspace.allocate(
+                max_batch=max(MIN_BATCH, 1 << (batch - 1).bit_length()),
+                block_rows=block_rows,
+                heads=heads,
+                value_width=value_width,
+                device=device,
+            )
+            made.append(found)
+        return plan_block_attention(context_len, context_start, workspace=found, max_context=max_context)
+
+
+def _attend(
+    q: torch.Tensor,
+    block_latents: torch.Tensor,
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    context_len: torch.Tensor,
+    *,
+    scale: float,
+    value_width: int,
+    layer: int = 0,
+    context_start: torch.Tensor | None = None,
+    plan: object = None,
+) -> torch.Tensor:
+    found = block_attention(
+        q,
+        block_latents,
+        pages,
+        page_table,
+        context_len,
+        scale=scale,
+        value_width=value_width,
+        layer=layer,
+        context_start=context_start,
+        plan=cast("BlockAttentionWorkspace | None", plan),
+    )
+    return cast(torch.Tensor, found)
+
+
+def operations() -> Operations:
+    """The kernels, with workspaces of their own: one set for each drafter."""
+    return Operations(
+        block_attention=_attend,
+        plan=_SharedWorkspaces().plan,
+        context_append=context_append,
+        query_rope=query_rope,
+        markov_chain=markov_chain,
+        capturable=True,
+    )

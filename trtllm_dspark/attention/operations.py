@@ -1,0 +1,116 @@
+"""The four computations of a draft step that kernels exist for, as a backend gives them, and the shape they are chosen for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cute_kernels.reference.context_append import context_append
+from cute_kernels.reference.query_rope import query_rope
+from trtllm_dspark.config import DraftConfig
+from trtllm_dspark.model.parallel import SINGLE, TensorParallel
+
+DEFAULT_BLOCK_ROWS = 8  # where neither the checkpoint nor the caller says: 7 drafts and a bonus token
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What a deployment fixes, as far as kernels care.
+
+    Attributes:
+        dtype: of activations and pool. page_size: P. heads: H on this rank. block_rows: S.
+    """
+
+    dtype: torch.dtype
+    page_size: int
+    heads: int
+    block_rows: int
+
+    @classmethod
+    def of(
+        cls,
+        config: DraftConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        page_size: int = 64,
+        tp: TensorParallel = SINGLE,
+    ) -> "DraftShape":
+        """The shape of this draft on one rank. dtype None is the checkpoint's own."""
+        heads = tp.share(config.num_heads, "num_attention_heads")
+        own = getattr(torch, config.dtype) if dtype is None else dtype
+        return cls(own, page_size, heads, config.block_size or DEFAULT_BLOCK_ROWS)
+
+
+class BlockAttention(Protocol):
+    """The one signature; see `vanilla.block_attention` for shapes. plan: what the same backend's `plan` returned."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        block_latents: torch.Tensor,
+        pages: torch.Tensor,
+        page_table: torch.Tensor,
+        context_len: torch.Tensor,
+        *,
+        scale: float,
+        value_width: int,
+        layer: int = 0,
+        context_start: torch.Tensor | None = None,
+        plan: object = None,
+    ) -> torch.Tensor: ...
+
+
+class Planner(Protocol):
+    """Work that all layers of a step share, done once before them: (lengths, starts) [B] int32 -> an opaque plan."""
+
+    def __call__(
+        self,
+        context_len: torch.Tensor,
+        context_start: torch.Tensor | None,
+        *,
+        block_rows: int,
+        heads: int,
+        value_width: int,
+        max_context: int,
+    ) -> object: ...
+
+
+def no_plan(
+    context_len: torch.Tensor,
+    context_start: torch.Tensor | None,
+    *,
+    block_rows: int,
+    heads: int,
+    value_width: int,
+    max_context: int,
+) -> None:
+    """Of a backend whose layers share nothing."""
+
+
+MarkovChain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(base logits [B, K, V], anchors [B], W1, W2, codes [B, K, R] or None) -> tokens [B, K]; see the twin."""
+ContextAppend = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor], float], None
+]
+"""(z, norm_weight, cos, sin, slots, pools, eps); see the twin."""
+QueryRope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(rotary, cos, sin, out); see the twin."""
+
+
+@dataclass(frozen=True)
+class Operations:
+    """How a backend computes a draft step.
+
+    Attributes:
+        block_attention, plan, context_append, query_rope: see their types.
+        markov_chain: None is `model.heads.greedy_chain`.
+        capturable: whether they read nothing on the host, so that a step can be captured in a CUDA graph.
+    """
+
+    block_attention: BlockAttention
+    plan: Planner = no_plan
+    context_append: ContextAppend = context_append
+    query_rope: QueryRope = query_rope
+    markov_chain: MarkovChain | None = None
+    capturable: bool = False
