@@ -8,7 +8,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow lint clean
+.PHONY: demo test slow lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/trtllm-dspark generate --compare
@@ -18,6 +18,9 @@ test: $(VENV)/.test
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest --slow $(ARGS)
+
+bench: $(VENV)/.test
+	$(BIN)/python -m cute_kernels.bench $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

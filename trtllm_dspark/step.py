@@ -189,7 +189,7 @@ class CapturedStep:
                 f"CapturedStep: a CUDA device and a backend that reads nothing on the host are required, this is "
                 f"{model.backend.name} on {device.type}. Draft without a graph."
             )
-        self.buffers = buffers
+        self.buffers, self._pages = buffers, pages
         rows = block_width(model, num_drafts, block_rows)
 
         def run() -> Proposal:
@@ -208,9 +208,9 @@ class CapturedStep:
                 self.proposal = run()
 
     def takes(self, batch: int, view: ContextView) -> bool:
-        """Whether a batch and its tables fit the buffers."""
+        """Whether a batch and its tables fit the buffers, and its pages are those whose addresses were captured."""
         rows, pages = self.buffers.page_table.shape
-        return batch <= rows and view.page_table.shape[1] <= pages
+        return view.pages is self._pages and batch <= rows and view.page_table.shape[1] <= pages
 
     def replay(self) -> Proposal:
         """Run the step on what the buffers hold. The proposal's tensors are overwritten by the next replay."""
