@@ -92,37 +92,43 @@ def kernel_class() -> type:
             tidx, _, _ = cute.arch.thread_idx()
             block, layer, _ = cute.arch.block_idx()
             lane, token = tidx % WARP, block * ROWS + tidx // WARP
+            # All loads are issued before the first use of one: a row's life is then one latency, not three in a chain.
+            rZ = cute.make_rmem_tensor((VECTOR, self.rounds), self.dtype)
+            rWeight = cute.make_rmem_tensor((VECTOR, self.rounds), self.dtype)
+            rIn = cute.make_rmem_tensor((VECTOR,), self.dtype)
+            rCos = cute.make_rmem_tensor((VECTOR // 2,), Float32)
+            rSin = cute.make_rmem_tensor((VECTOR // 2,), Float32)
+            rZ.fill(0.0)
             slot = Int64(-1)
             if token < mZ.shape[0]:
                 slot = mSlot[token]
-            page = slot // self.config.page_size
-            if slot >= 0 and page < mPool.shape[1]:
                 gZ = cute.tiled_divide(mZ[token, layer, None], (VECTOR,))  # (8, W / 8)
                 gWeight = cute.tiled_divide(mWeight[layer, None], (VECTOR,))
-                gOut = cute.tiled_divide(mPool[layer, page, slot % self.config.page_size, None], (VECTOR,))
-                rZ = cute.make_rmem_tensor(((VECTOR,), self.rounds), Float32)
-                total = Float32(0.0)
                 for i in cutlass.range_constexpr(self.rounds):
                     vector = lane + i * WARP
                     if vector < self.vectors:
-                        x = gZ[None, vector].load().to(Float32)
-                        rZ[None, i].store(x)
-                        total += (x * x).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                        rZ[None, i].store(gZ[None, vector].load())
+                        rWeight[None, i].store(gWeight[None, vector].load())
+                if lane < self.config.rotary // VECTOR:
+                    rIn.store(gZ[None, self.vectors + lane].load())
+                    rCos.store(cute.tiled_divide(mCos[token, None], (VECTOR // 2,))[None, lane].load())
+                    rSin.store(cute.tiled_divide(mSin[token, None], (VECTOR // 2,))[None, lane].load())
+            page = slot // self.config.page_size
+            if slot >= 0 and page < mPool.shape[1]:
+                gOut = cute.tiled_divide(mPool[layer, page, slot % self.config.page_size, None], (VECTOR,))
+                total = Float32(0.0)
+                for i in cutlass.range_constexpr(self.rounds):
+                    x = rZ[None, i].load().to(Float32)  # zeros where this lane has no vector
+                    total += (x * x).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
                 total = cute.arch.warp_reduction_sum(total)
                 scale = cute.math.rsqrt(total / Float32(self.config.latent) + eps)
                 for i in cutlass.range_constexpr(self.rounds):
                     vector = lane + i * WARP
                     if vector < self.vectors:
-                        normed = (rZ[None, i].load() * scale).to(self.dtype).to(Float32)
-                        gOut[None, vector].store((normed * gWeight[None, vector].load().to(Float32)).to(self.dtype))
+                        normed = (rZ[None, i].load().to(Float32) * scale).to(self.dtype).to(Float32)
+                        gOut[None, vector].store((normed * rWeight[None, i].load().to(Float32)).to(self.dtype))
                 if lane < self.config.rotary // VECTOR:
-                    rIn = cute.make_rmem_tensor((VECTOR,), self.dtype)
                     rOut = cute.make_rmem_tensor((VECTOR,), self.dtype)
-                    rIn.store(gZ[None, self.vectors + lane].load())
-                    rCos = cute.make_rmem_tensor((VECTOR // 2,), Float32)
-                    rSin = cute.make_rmem_tensor((VECTOR // 2,), Float32)
-                    rCos.store(cute.tiled_divide(mCos[token, None], (VECTOR // 2,))[None, lane].load())
-                    rSin.store(cute.tiled_divide(mSin[token, None], (VECTOR // 2,))[None, lane].load())
                     for j in cutlass.range_constexpr(VECTOR // 2):
                         even, odd = rIn[2 * j].to(Float32), rIn[2 * j + 1].to(Float32)
                         rOut[2 * j] = (even * rCos[j] - odd * rSin[j]).to(self.dtype)
