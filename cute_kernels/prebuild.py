@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from cute_kernels import cache, context_append, markov_chain, query_rope
+from cute_kernels import add_rms_norm, cache, context_append, markov_chain, query_rope
 from cute_kernels.arch import ARCHES
 from cute_kernels.block_attention import combine, plan, portable
 from cute_kernels.block_attention.config import NAME as BLOCK_ATTENTION
@@ -17,6 +17,7 @@ from cute_kernels.errors import KernelError
 from cute_kernels.support import toolkit_reason
 
 MAX_JOBS = 8  # each takes about 1 GB
+SCRATCH_PAGE = 16  # of the rows that a drafter appends to no pool: its block's own
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,15 @@ class Deployment:
     """What decides which kernels a drafter calls.
 
     Attributes:
-        latent: c. rotary: r. page_sizes: P, each that may be served. dtype: bfloat16 or float16.
+        latent: c. rotary: r. hidden, query_rank: D and the rank of the query's projection: widths that are normalised.
+        page_sizes: P, each that may be served. dtype: bfloat16 or float16.
         markov_rank: R, 0 for none. base: dtypes of the logits that the chain may be given.
     """
 
     latent: int
     rotary: int
+    hidden: int
+    query_rank: int
     page_sizes: tuple[int, ...]
     dtype: str
     markov_rank: int
@@ -57,13 +61,15 @@ def tasks(deployment: Deployment) -> list[Task]:
         Task(combine.COMBINE, combine.CombineConfig(c, dtype), combine.compile_for),
         Task(query_rope.NAME, query_rope.QueryRopeConfig(r, dtype), query_rope.compile_for),
     ]
+    norms = {(deployment.hidden, True), (deployment.hidden, False), (deployment.query_rank, False)}
+    for size, residual in sorted(norms):
+        norm = add_rms_norm.AddRMSNormConfig(size, dtype, residual)
+        found.append(Task(add_rms_norm.NAME, norm, add_rms_norm.compile_for))
     for page_size in deployment.page_sizes:
-        attention = BlockAttentionConfig(c, r, page_size, dtype)
+        found.append(Task(BLOCK_ATTENTION, BlockAttentionConfig(c, r, page_size, dtype), portable.compile_for))
+    for page_size in sorted({*deployment.page_sizes, SCRATCH_PAGE}):
         append = context_append.ContextAppendConfig(c, r, page_size, dtype)
-        found += [
-            Task(BLOCK_ATTENTION, attention, portable.compile_for),
-            Task(context_append.NAME, append, context_append.compile_for),
-        ]
+        found.append(Task(context_append.NAME, append, context_append.compile_for))
     for base in deployment.base if rank else ():
         chains = [markov_chain.MarkovChainConfig(rank, n, base, dtype, codes=True) for n in markov_chain.GROUPS]
         found += [Task(markov_chain.NAME, chain, markov_chain.compile_for) for chain in chains]

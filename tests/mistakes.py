@@ -12,7 +12,6 @@ from cute_kernels.reference import context_append as append_kernel
 from cute_kernels.reference import query_rope
 from cute_kernels.reference.rotation import rms_norm, rotate_half_split
 from trtllm_dspark.context.draft_context import ContextView
-from trtllm_dspark.model import mla
 from trtllm_dspark.model.rope import RotaryEmbedding
 from trtllm_dspark.propose import Drafter
 
@@ -32,7 +31,7 @@ def input_layernorm_on_context(patch: pytest.MonkeyPatch, drafter: Drafter) -> N
     model = drafter.model
 
     def latents(projected: torch.Tensor) -> torch.Tensor:
-        rows = (F.linear(x.input_layernorm(projected), w) for x, w in zip(model.layers, model.latent_proj, strict=True))
+        rows = (F.linear(x.input_layernorm(projected)[0], w) for x, w in zip(model.layers, model.latent_proj, strict=True))
         return torch.stack(list(rows), 1)
 
     patch.setattr(model, "context_latents", latents)
@@ -95,7 +94,8 @@ def normed_rotary_key(patch: pytest.MonkeyPatch, drafter: Drafter) -> None:
         z = torch.cat((z[..., :c], rms_norm(z[..., c:], torch.ones_like(z[..., c:]), eps)), -1)
         return finish(z, norm_weight, cos, sin, eps)
 
-    patch.setattr(mla, "finish_latents", wrong)
+    backend = drafter.model.backend
+    patch.setattr(drafter.model, "backend", replace(backend, operations=replace(backend.operations, finish_latents=wrong)))
     patch.setattr(append_kernel, "finish_latents", wrong)
 
 

@@ -98,7 +98,8 @@ def recorded(model: MLADSparkForCausalLM) -> Iterator[Values]:
         return lambda module, inputs, output: seen.__setitem__(name, output[0].detach())
 
     def keep_input(name: str) -> Callable[..., None]:
-        return lambda module, inputs: seen.__setitem__(name, inputs[0][0].detach())
+        """What a module is given; of the residual stream's norms, the stream with the addition that they make."""
+        return lambda module, inputs: seen.__setitem__(name, sum(part for part in inputs if part is not None)[0].detach())
 
     attend, heads = model.backend.block_attention, model.config.num_heads
 

@@ -13,7 +13,8 @@ from trtllm_dspark import cli
 
 pytest.importorskip("cutlass")
 
-SMALL = Deployment(64, 16, (16,), "bfloat16", 32, ("bfloat16",))
+SMALL = Deployment(64, 16, 256, 128, (16,), "bfloat16", 32, ("bfloat16",))
+COUNT = 11
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def never() -> object:
 
 def test_every_kernel_is_loaded_and_none_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where a key depends on where or when a kernel was built. Controls: another architecture, another dtype."""
-    assert len(list(folder.glob("*.o"))) == len(tasks(SMALL)) == 8
+    assert len(list(folder.glob("*.o"))) == len(tasks(SMALL)) == COUNT
     monkeypatch.setenv("CUTE_KERNELS_AOT_DIR", str(folder))
     for task in tasks(SMALL):
         assert callable(cache.compiled(task.kernel, task.config, "sm_90a", never))
@@ -51,7 +52,7 @@ def test_every_kernel_is_loaded_and_none_compiled(folder: Path, monkeypatch: pyt
 
 def test_the_tasks_are_what_launches_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where a launch asks for a kernel or settings that the list does not hold."""
-    from cute_kernels import context_append, markov_chain, query_rope
+    from cute_kernels import add_rms_norm, context_append, markov_chain, query_rope
     from cute_kernels.block_attention import launch, workspace
 
     asked = []
@@ -60,12 +61,8 @@ def test_the_tasks_are_what_launches_look_up(monkeypatch: pytest.MonkeyPatch) ->
         asked.append((kernel, config))
         return lambda *arguments: None
 
-    for module in (context_append, markov_chain, query_rope, launch, workspace):
+    for module in (add_rms_norm, context_append, markov_chain, query_rope, launch, workspace):
         monkeypatch.setattr(module, "compiled", compiled)
-    for module in (context_append, markov_chain, query_rope):
-        monkeypatch.setattr(module, "arch_name", lambda device: "sm_90a")
-        monkeypatch.setattr(module, "device_reason", lambda device: None)
-    for module in (launch, workspace):
         monkeypatch.setattr(module, "arch_name", lambda device: "sm_90a")
         monkeypatch.setattr(module, "device_reason", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"multi_processor_count": 132}))
@@ -89,14 +86,17 @@ def test_the_tasks_are_what_launches_look_up(monkeypatch: pytest.MonkeyPatch) ->
     workspace._launch_plan(lengths, None, plan.requests, plan.boundaries, 4, 48)
     table = torch.zeros(5, 3, dtype=torch.int32)
     launch.block_attention(q, q[:, :, 0], pool[0], table, lengths, scale=0.1, value_width=64, plan=plan)
+    for size, residual in ((256, True), (256, False), (128, False)):
+        x = torch.zeros(4, size, dtype=bf16)
+        add_rms_norm.add_rms_norm(x, x[0], 1e-5, x if residual else None)
     listed = {(task.kernel, task.config) for task in tasks(SMALL)}
-    assert len(asked) >= 8 and set(asked) == listed
+    assert len(asked) >= COUNT and set(asked) == listed
 
 
 def test_building_again_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stamps = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.o")}
     monkeypatch.setattr(prebuild.Task, "build", lambda task, arch: never())
-    assert len(build(SMALL, ["sm_90a"], folder, jobs=1)) == 8
+    assert len(build(SMALL, ["sm_90a"], folder, jobs=1)) == COUNT
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.o")} == stamps
 
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cute_kernels.errors import KernelError, UnsupportedKernelError
 from cute_kernels.query_rope import QueryRopeConfig, query_rope
 from cute_kernels.reference.query_rope import query_rope as twin
-from cute_kernels.reference.rotation import rotate_half_split
+from cute_kernels.reference.rotation import rotate_adjacent, rotate_half_split
 
 CPU = torch.device("cpu")
 Args = dict[str, torch.Tensor]
@@ -64,14 +64,12 @@ def test_the_twin_by_hand() -> None:
     assert bool(case["out"].flatten()[:8].isnan().all())
 
 
-def test_the_twin_is_what_the_model_computes() -> None:
-    from trtllm_dspark.model import mla
-
+def test_the_twin_leaves_what_is_beside_it_alone() -> None:
     case = make()
     absorbed = torch.randn(2, 3, 5, 512).bfloat16()
     case["out"][..., :512] = absorbed
     twin(**case)
-    rotated = mla.rotate_adjacent(case["rotary"], case["cos"].unsqueeze(-2), case["sin"].unsqueeze(-2))
+    rotated = rotate_adjacent(case["rotary"], case["cos"].unsqueeze(-2), case["sin"].unsqueeze(-2))
     assert torch.equal(case["out"], torch.cat((absorbed, rotated), -1))
 
 

@@ -5,6 +5,7 @@ from typing import cast
 import torch
 
 from cute_kernels import support
+from cute_kernels.add_rms_norm import AddRMSNormConfig, add_rms_norm
 from cute_kernels.block_attention import (
     BlockAttentionConfig,
     BlockAttentionWorkspace,
@@ -14,6 +15,7 @@ from cute_kernels.block_attention import (
 from cute_kernels.block_attention.config import shape_reason
 from cute_kernels.context_append import ContextAppendConfig, context_append
 from cute_kernels.markov_chain import MarkovChainConfig, markov_chain
+from cute_kernels.prebuild import SCRATCH_PAGE
 from cute_kernels.query_rope import QueryRopeConfig, query_rope
 from trtllm_dspark.attention.operations import DraftShape, Operations
 from trtllm_dspark.config import DraftConfig
@@ -35,6 +37,7 @@ def reason(config: DraftConfig, device: torch.device, shape: DraftShape) -> str 
         shape_reason(shape.block_rows, shape.heads),
         ContextAppendConfig(c, r, shape.page_size, dtype).reason(),
         QueryRopeConfig(r, dtype).reason(),
+        AddRMSNormConfig(config.hidden_size, dtype, True).reason(),
     ]
     if config.markov_rank:
         reasons.append(MarkovChainConfig(config.markov_rank, 1, dtype, dtype).reason())
@@ -109,6 +112,34 @@ def _attend(
     return cast(torch.Tensor, found)
 
 
+class _LatentFinisher:
+    """Finishes the latents of a block by appending them, densely, to a page of their own."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def finish(
+        self, z: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See the twin; z [B, S, W], norm_weight [c], cos and sin [B, S, r/2], contiguous."""
+        rows, width = z.shape[0] * z.shape[1], z.shape[2]
+        pages = z.new_empty(-(-rows // SCRATCH_PAGE), SCRATCH_PAGE, width)
+        slots = self._counted(rows, z.device)
+        context_append(
+            z.reshape(rows, 1, width), norm_weight.unsqueeze(0), cos.flatten(0, 1), sin.flatten(0, 1), slots, [pages], eps
+        )
+        return pages.view(-1, width)[:rows].view(z.shape)
+
+    def _counted(self, count: int, device: torch.device) -> torch.Tensor:
+        """0 .. count-1. Made within a capture it holds nothing before the first replay, so it is not kept then."""
+        held = self._slots.get((count, device))
+        if held is None:
+            held = torch.arange(count, device=device)
+            if not torch.cuda.is_current_stream_capturing():
+                self._slots[count, device] = held
+        return held
+
+
 def operations() -> Operations:
     """The kernels, with workspaces of their own: one set for each drafter."""
     return Operations(
@@ -116,6 +147,8 @@ def operations() -> Operations:
         plan=_SharedWorkspaces().plan,
         context_append=context_append,
         query_rope=query_rope,
+        finish_latents=_LatentFinisher().finish,
+        add_rms_norm=add_rms_norm,
         markov_chain=markov_chain,
         capturable=True,
     )

@@ -1,4 +1,4 @@
-"""The four computations of a draft step that kernels exist for, as a backend gives them, and the shape they are chosen for."""
+"""The computations of a draft step that kernels exist for, as a backend gives them, and the shape they are chosen for."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from cute_kernels.reference.context_append import context_append
+from cute_kernels.reference.add_rms_norm import add_rms_norm
+from cute_kernels.reference.context_append import context_append, finish_latents
 from cute_kernels.reference.query_rope import query_rope
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.model.parallel import SINGLE, TensorParallel
@@ -94,6 +95,24 @@ ContextAppend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor], float], None
 ]
 """(z, norm_weight, cos, sin, slots, pools, eps); see the twin."""
+
+
+class FinishLatents(Protocol):
+    """(z [B, S, W], norm_weight [c], cos, sin [B, S, r/2], eps) -> finished latents [B, S, W]; see the twin."""
+
+    def __call__(
+        self, z: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+
+class AddRMSNorm(Protocol):
+    """(x, weight, eps, residual or None) -> (normalised, residual + x); see the twin."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 QueryRope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(rotary, cos, sin, out); see the twin."""
 
@@ -103,7 +122,7 @@ class Operations:
     """How a backend computes a draft step.
 
     Attributes:
-        block_attention, plan, context_append, query_rope: see their types.
+        block_attention, plan, context_append, query_rope, finish_latents, add_rms_norm: see their types.
         markov_chain: None is `model.heads.greedy_chain`.
         capturable: whether they read nothing on the host, so that a step can be captured in a CUDA graph.
     """
@@ -112,5 +131,7 @@ class Operations:
     plan: Planner = no_plan
     context_append: ContextAppend = context_append
     query_rope: QueryRope = query_rope
+    finish_latents: FinishLatents = finish_latents
+    add_rms_norm: AddRMSNorm = add_rms_norm
     markov_chain: MarkovChain | None = None
     capturable: bool = False

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from cute_kernels.reference.add_rms_norm import add_rms_norm
 from cute_kernels.reference.block_attention import block_attention
-from cute_kernels.reference.context_append import context_append
+from cute_kernels.reference.context_append import context_append, finish_latents
 from cute_kernels.reference.markov_chain import markov_chain
 from cute_kernels.reference.query_rope import query_rope
 from trtllm_dspark.attention.operations import DraftShape, Operations
@@ -69,7 +70,7 @@ def self_check(operations: Operations, config: DraftConfig, shape: DraftShape, d
     output before it is written.
     """
     start = time.perf_counter()
-    checks = [_check_block_attention, _check_context_append, _check_query_rope]
+    checks = [_check_block_attention, _check_context_append, _check_query_rope, _check_finish_latents, _check_add_rms_norm]
     if operations.markov_chain is not None and config.markov_rank:
         checks.append(_check_markov_chain)
     generator = torch.Generator(device).manual_seed(0)
@@ -121,6 +122,33 @@ def _check_query_rope(operations: Operations, config: DraftConfig, shape: DraftS
     query_rope(rotary.float(), cos, sin, outs[1])
     query_rope(rotary, cos, sin, outs[2])
     return _finding("query_rope", *outs)
+
+
+def _check_finish_latents(
+    operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator
+) -> Finding:
+    c, width, batch = _latent(config), config.latent_width, 3
+    z = _random(generator, (batch, shape.block_rows, width), shape.dtype)
+    weight = 1 + _random(generator, (c,), shape.dtype) / 8
+    cos, sin = _angles(generator, (batch, shape.block_rows, (width - c) // 2))
+    found = operations.finish_latents(z, weight, cos, sin, config.rms_norm_eps)
+    exact = finish_latents(z.float(), weight.float(), cos, sin, config.rms_norm_eps)
+    return _finding("finish_latents", found, exact, finish_latents(z, weight, cos, sin, config.rms_norm_eps))
+
+
+def _check_add_rms_norm(operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator) -> Finding:
+    """With a residual and without, at every width that a step normalises; the worst of them."""
+    findings = []
+    for size, with_residual in ((config.hidden_size, True), (config.hidden_size, False), (config.q_lora_rank, False)):
+        assert size is not None
+        x, weight = _random(generator, (5, size), shape.dtype), 1 + _random(generator, (size,), shape.dtype) / 8
+        residual = _random(generator, (5, size), shape.dtype) if with_residual else None
+        wide = None if residual is None else residual.float()
+        found = operations.add_rms_norm(x, weight, config.rms_norm_eps, residual)
+        exact = add_rms_norm(x.float(), weight.float(), config.rms_norm_eps, wide)
+        plain = add_rms_norm(x, weight, config.rms_norm_eps, residual)
+        findings += [_finding("add_rms_norm", *trio) for trio in zip(found, exact, plain, strict=True)]
+    return max(findings, key=lambda finding: finding.error / finding.allowed)
 
 
 def _check_markov_chain(operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator) -> Finding:

@@ -21,9 +21,12 @@ def run(arguments: argparse.Namespace) -> int:
     if config.kv_lora_rank is None or config.qk_rope_head_dim is None:
         raise UnsupportedError(f"kernels build: an MLA draft is required, {config.architecture} is {config.family}.")
     dtype = arguments.dtype or config.dtype
+    assert config.q_lora_rank is not None
     deployment = Deployment(
         config.kv_lora_rank,
         config.qk_rope_head_dim,
+        config.hidden_size,
+        config.q_lora_rank,
         _page_sizes(arguments.page_size),
         dtype,
         config.markov_rank,

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cute_kernels.reference.rotation import rms_norm
+from cute_kernels.reference.add_rms_norm import add_rms_norm
+from trtllm_dspark.attention.operations import AddRMSNorm
 from trtllm_dspark.model.parallel import TensorParallel
 
 ROWS = 8  # a matrix library takes other routines for fewer rows, and for what is left over, and rounds otherwise
@@ -30,15 +31,32 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class RMSNorm(nn.Module):
-    """fp32 statistics, rounded to the input's dtype, times weight. [..., size] -> [..., size]."""
+    """fp32 statistics, rounded to the input's dtype, times weight. [..., size] -> [..., size].
+
+    Attributes:
+        add_norm: what computes it.
+    """
+
+    add_norm: AddRMSNorm
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.add_norm = add_rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.add_norm(x, self.weight, self.eps)[0]
+
+
+class ResidualNorm(RMSNorm):
+    """RMSNorm of the residual stream, which first receives what the layer before made."""
+
+    def forward(self, stream: torch.Tensor, made: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """[..., size], and as much to add or None -> (normalised, the stream with it added)."""
+        if made is None:
+            return self.add_norm(stream, self.weight, self.eps)
+        return self.add_norm(made, self.weight, self.eps, stream)
 
 
 class Linear(nn.Module):

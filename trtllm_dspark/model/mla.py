@@ -18,7 +18,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from cute_kernels.reference.context_append import finish_latents
 from cute_kernels.reference.query_rope import query_rope
 from trtllm_dspark.attention.operations import DraftShape, QueryRope
 from trtllm_dspark.attention.policy import BackendChoice, resolve_backend
@@ -26,7 +25,7 @@ from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import UnsupportedError
 from trtllm_dspark.model.heads import ConfidenceHead, MarkovHead
 from trtllm_dspark.model.host_contract import HostWorkerContract
-from trtllm_dspark.model.layers import Embedding, GatedMLP, Linear, RMSNorm, linear, with_company
+from trtllm_dspark.model.layers import Embedding, GatedMLP, Linear, ResidualNorm, RMSNorm, linear, with_company
 from trtllm_dspark.model.loading import Binding
 from trtllm_dspark.model.parallel import SINGLE, TensorParallel
 from trtllm_dspark.model.rope import RotaryEmbedding, softmax_scale
@@ -93,9 +92,9 @@ class MLALayer(nn.Module):
 
     def __init__(self, config: DraftConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = MLAAttention(config, tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, tp)
 
 
@@ -130,10 +129,13 @@ class MLADSparkForCausalLM(HostWorkerContract):
         self.latent_proj = nn.Parameter(torch.empty(config.num_layers, config.latent_width, hidden))
         self.latent_norm = nn.Parameter(torch.empty(config.num_layers, config.kv_lora_rank))
         self.layers = nn.ModuleList(MLALayer(config, tp) for _ in range(config.num_layers))
-        self.final_norm = RMSNorm(hidden, eps)
+        self.final_norm = ResidualNorm(hidden, eps)
         self.markov_head = MarkovHead(config.vocab_size, config.markov_rank) if config.markov_rank else None
         code = config.markov_rank if config.confidence_with_markov else 0
         self.confidence_head = ConfidenceHead(hidden, code, config.confidence_bias) if config.confidence_head else None
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.add_norm = backend.operations.add_rms_norm
 
     @classmethod
     def resolve_backend(
@@ -170,19 +172,20 @@ class MLADSparkForCausalLM(HostWorkerContract):
             [B, S, D], after final_norm: what lm_head and the confidence head read.
         """
         cos, sin = self.rope.angles(positions)
-        h = embeddings
+        stream, made = embeddings, None
         for index, layer in enumerate(cast("list[MLALayer]", self.layers)):
-            x = layer.input_layernorm(h)
+            x, stream = layer.input_layernorm(stream, made)
             latents = self.block_latents(index, x, cos, sin)
             q = layer.self_attn.query(x, cos, sin, self.backend.operations.query_rope)
-            h = h + layer.self_attn.output(attend(index, q, latents))
-            h = h + layer.mlp(layer.post_attention_layernorm(h))
-        return self.final_norm(h)
+            x, stream = layer.post_attention_layernorm(stream, layer.self_attn.output(attend(index, q, latents)))
+            made = layer.mlp(x)
+        return self.final_norm(stream, made)[0]
 
     def block_latents(self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The block's own latents of one layer, finished. x [B, S, D], after input_layernorm -> [B, S, W]."""
         z = linear(x, self.latent_proj[layer])
-        return finish_latents(z, self.latent_norm[layer], cos, sin, self.config.rms_norm_eps)
+        finish = self.backend.operations.finish_latents
+        return finish(z, self.latent_norm[layer], cos, sin, self.config.rms_norm_eps)
 
     def draft_hidden(
         self,
