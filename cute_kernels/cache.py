@@ -15,7 +15,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,8 +54,8 @@ def source_digest() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that an object file depends on."""
-    found: dict[str, str | None] = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    """Of everything that an object file depends on; Python is not among it."""
+    found: dict[str, str | None] = {}
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         try:
             found[package] = importlib.metadata.version(package)
