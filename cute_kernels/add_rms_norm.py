@@ -200,11 +200,10 @@ def _config(x: torch.Tensor, residual: torch.Tensor | None) -> AddRMSNormConfig:
 def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     if x.ndim < 1:
         raise KernelError(f"{NAME}: x must be [..., N], it is a scalar. Pass rows.")
-    check_tensor(NAME, "weight", weight, (x.shape[-1],), x.dtype, x.device)
-    for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
+    for name, tensor, shape in (("x", x, x.shape), ("weight", weight, x.shape[-1:]), ("residual", residual, x.shape)):
         if tensor is None:
             continue
-        check_tensor(NAME, name, tensor, tuple(weight.shape if name == "weight" else x.shape), x.dtype, x.device)
+        check_tensor(NAME, name, tensor, tuple(shape), x.dtype, x.device)
         if not tensor.is_contiguous():
             raise KernelError(f"{NAME}: {name} must be contiguous, strides are {tensor.stride()}. Copy it.")
         if not torch.compiler.is_compiling():
@@ -229,7 +228,7 @@ def add_rms_norm(
 
     Args:
         x: [..., N], bf16 or fp16, contiguous, N a multiple of 8 up to 16,384. weight: [N]. eps: of the RMSNorm.
-        residual: as x, or None: the total is x itself, not a copy.
+        residual: as x, or None: the total is x itself, a copy of it under torch.compile.
     Raises:
         KernelError: a shape, dtype, stride or device breaks the above. UnsupportedKernelError: no kernel for them here.
     """
@@ -241,8 +240,10 @@ def add_rms_norm(
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(x, weight, residual)
-    why = reason(x, residual)
+    why = _config(x, residual).reason() if x.ndim else None
+    if why is None:
+        _check(x, weight, residual)
+        why = reason(x, residual)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME}: {why}. Use cute_kernels.reference.add_rms_norm.")
     out = torch.empty_like(x)

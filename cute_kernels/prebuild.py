@@ -25,15 +25,14 @@ class Deployment:
     """What decides which kernels a drafter calls.
 
     Attributes:
-        latent: c. rotary: r. hidden, query_rank: D and the rank of the query's projection: widths that are normalised.
+        latent: c. rotary: r. norms: (width, whether a residual is added) of every norm but the latents' own.
         page_sizes: P, each that may be served. dtype: bfloat16 or float16.
         markov_rank: R, 0 for none. base: dtypes of the logits that the chain may be given.
     """
 
     latent: int
     rotary: int
-    hidden: int
-    query_rank: int
+    norms: tuple[tuple[int, bool], ...]
     page_sizes: tuple[int, ...]
     dtype: str
     markov_rank: int
@@ -61,8 +60,7 @@ def tasks(deployment: Deployment) -> list[Task]:
         Task(combine.COMBINE, combine.CombineConfig(c, dtype), combine.compile_for),
         Task(query_rope.NAME, query_rope.QueryRopeConfig(r, dtype), query_rope.compile_for),
     ]
-    norms = {(deployment.hidden, True), (deployment.hidden, False), (deployment.query_rank, False)}
-    for size, residual in sorted(norms):
+    for size, residual in deployment.norms:
         norm = add_rms_norm.AddRMSNormConfig(size, dtype, residual)
         found.append(Task(add_rms_norm.NAME, norm, add_rms_norm.compile_for))
     for page_size in deployment.page_sizes:
@@ -94,6 +92,10 @@ def build(deployment: Deployment, arches: Iterable[str], folder: Path, jobs: int
     why = toolkit_reason()
     if why is not None:
         raise KernelError(f"cute_kernels: the compiler is required to build kernels; {why}.")
+    for task in tasks(deployment):
+        why = task.config.reason() if task.config is not None and hasattr(task.config, "reason") else None
+        if why is not None:
+            raise KernelError(f"cute_kernels: {task.kernel} cannot be built; {why}. Change the deployment.")
     folder.mkdir(parents=True, exist_ok=True)
     work = [(task, arch, folder) for arch in arches for task in tasks(deployment)]
     jobs = min(jobs or os.cpu_count() or 1, MAX_JOBS, len(work))

@@ -3,6 +3,7 @@
 anchor + masks -> embeddings -> block forward over the paged context -> lm_head -> Markov chain -> tokens, confidences
 """
 
+import logging
 from collections.abc import Hashable, Sequence
 from itertools import chain
 
@@ -11,6 +12,8 @@ import torch
 from trtllm_dspark.context.draft_context import DraftContext, Segment
 from trtllm_dspark.model.mla import MLADSparkForCausalLM
 from trtllm_dspark.step import CapturedStep, Head, Proposal, StepBuffers, block_width, context_rows, draft_block
+
+log = logging.getLogger(__name__)
 
 
 class Drafter:
@@ -24,6 +27,7 @@ class Drafter:
     def __init__(self, model: MLADSparkForCausalLM, context: DraftContext, lm_head: Head) -> None:
         self.model, self.context, self.lm_head = model, context, lm_head
         self._captured: dict[int, list[CapturedStep]] = {}  # num_drafts -> steps, smallest batch first
+        self._said_uncaptured = False
 
     @torch.no_grad()
     def extend(self, segments: Sequence[Segment], taps: torch.Tensor) -> None:
@@ -40,11 +44,14 @@ class Drafter:
         """Capture the step as CUDA graphs for batches up to max_batch; `propose` then replays the smallest that fits.
 
         Args:
-            num_drafts: K. max_tokens: of context that a request may have; a longer one is drafted without a graph.
+            num_drafts: K. max_tokens: position that a request may reach; past it, it is drafted without a graph.
         Raises:
             DSparkError: see `CapturedStep`.
         """
-        pages = -(-min(max_tokens, self.context.capacity) // self.context.page_size)
+        pages = -(-max_tokens // self.context.page_size)  # a table is as wide as its newest position, whatever was given up
+        held = self._captured.get(num_drafts)
+        if held and held[-1].covers(max_batch, pages):
+            return
         sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
         steps, memory = [], torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
         for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
@@ -81,4 +88,10 @@ class Drafter:
                 if step.takes(len(requests), view):
                     step.load(anchors, positions, view)
                     return step.replay().first(len(requests))
+            if self._captured and not self._said_uncaptured:
+                self._said_uncaptured = True
+                log.warning(
+                    "a draft step of %d requests and %d pages fits no captured one; it runs without a CUDA graph",
+                    *view.page_table.shape,
+                )
         return draft_block(self.model, self.lm_head, view, anchors, positions, num_drafts, rows, keep_logits=keep_logits)

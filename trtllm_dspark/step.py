@@ -197,20 +197,24 @@ class CapturedStep:
                 extend_rows(model, pages, buffers.taps, buffers.tap_positions, buffers.slots)
             return draft_block(model, lm_head, buffers.view(pages), buffers.anchors, buffers.positions, num_drafts, rows)
 
-        with torch.no_grad():
+        with torch.no_grad(), torch.cuda.device(device):
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):  # compiles what is missing, and lets libraries allocate what they keep
                 run()
             torch.cuda.current_stream(device).wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=memory):
+            with torch.cuda.graph(self._graph, pool=memory, stream=side):  # torch's own is on one device for all
                 self.proposal = run()
 
     def takes(self, batch: int, view: ContextView) -> bool:
         """Whether a batch and its tables fit the buffers, and its pages are those whose addresses were captured."""
+        return view.pages is self._pages and self.covers(batch, view.page_table.shape[1])
+
+    def covers(self, batch: int, max_pages: int) -> bool:
+        """Whether the buffers hold so many requests, and tables so wide."""
         rows, pages = self.buffers.page_table.shape
-        return view.pages is self._pages and batch <= rows and view.page_table.shape[1] <= pages
+        return batch <= rows and max_pages <= pages
 
     def replay(self) -> Proposal:
         """Run the step on what the buffers hold. The proposal's tensors are overwritten by the next replay."""
@@ -218,7 +222,10 @@ class CapturedStep:
         return self.proposal
 
     def load(self, anchors: torch.Tensor, positions: torch.Tensor, view: ContextView) -> None:
-        """Fill the first rows of the buffers; those behind become requests without context."""
+        """Fill the first rows of the buffers; those behind become requests without context, all slots become unwritten.
+
+        What is written to the context of this step is filled in afterwards: taps, tap_positions, slots.
+        """
         given = {
             "anchors": anchors,
             "positions": positions,
@@ -235,3 +242,4 @@ class CapturedStep:
                 else:
                     buffer[:batch] = value
         self.buffers.context_len[batch:] = 0
+        self.buffers.slots.fill_(NOT_WRITTEN)

@@ -121,35 +121,33 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
 def test_auto_takes_cutedsl_and_says_why_not_the_others() -> None:
     config = DraftConfig.from_dict(K3_LIKE)
     choice = MLADSparkForCausalLM.resolve_backend(config, GPU, "AUTO", DraftShape.of(config))
-    assert choice.name == "CUTEDSL"
+    assert choice.name == "CUTEDSL" and [name for name, _ in choice.passed_over] == ["TRTLLM"]
     print(choice)
+
+
+NEAR = 2e-2  # of the hidden states after five layers in bf16, relative
+CLEAR = 0.1  # a gap between the two best logits that bf16 hidden states do not turn
 
 
 @pytest.mark.parametrize("lengths", CASES, ids=str)
 def test_the_kernels_step_is_the_plain_one(lengths: list[int]) -> None:
-    """Hidden states near VANILLA's, pages of one rounding, tokens where the gap is clear. Control: another table."""
+    """Hidden states near VANILLA's, pages of one rounding, first tokens where the gap is clear. Control: another table."""
     found = {}
-    for name in ("CUTEDSL", "VANILLA"):
-        made = drafter(name)
+    for name in ("CUTEDSL", "VANILLA", "control"):
+        made = drafter("CUTEDSL" if name == "control" else name)
         write_pages(made, 1)
         buffers = StepBuffers.allocate(made.model, len(lengths), 40, rows=len(lengths) * (K + 1))
         fill(buffers, lengths, seed=2)
-        found[name] = eager(made, buffers), torch.stack(list(made.context.pool.views))
-    (mine, my_pages), (plain, pages) = found["CUTEDSL"], found["VANILLA"]
-    assert distance(mine.hidden, plain.hidden) < 2e-2
-    assert distance(my_pages, pages) < 1e-4  # a rounding here and there
-    changed = (my_pages != pages).float().mean().item()
-    assert changed < 1e-3
-    agree = (mine.tokens[:, 0] == plain.tokens[:, 0]).float().mean().item()
-    assert agree == 1.0 or distance(mine.hidden, plain.hidden) < 1e-2
+        if name == "control":
+            buffers.page_table.copy_(torch.where(buffers.page_table >= 0, (buffers.page_table + 1) % PAGES, -1))
+        found[name] = eager(made, buffers), torch.stack(list(made.context.pool.views)), made
+    (mine, my_pages, _), (plain, pages, made) = found["CUTEDSL"], found["VANILLA"]
+    assert distance(mine.hidden, plain.hidden) < NEAR < distance(found["control"][0].hidden, plain.hidden)
+    assert distance(my_pages, pages) < 1e-4 and (my_pages != pages).float().mean().item() < 1e-3
+    best = (made.lm_head(plain.hidden[:, 0]).float() + made.model.markov_head(buffers.anchors)).topk(2).values
+    clear = best[:, 0] - best[:, 1] > CLEAR
+    assert bool(clear.any()) and torch.equal(mine.tokens[clear, 0], plain.tokens[clear, 0])
     torch.testing.assert_close(mine.confidence[:, 0], plain.confidence[:, 0], atol=2e-2, rtol=0)
-    made = drafter("CUTEDSL")
-    write_pages(made, 1)
-    buffers = StepBuffers.allocate(made.model, len(lengths), 40, rows=len(lengths) * (K + 1))
-    fill(buffers, lengths, seed=2)
-    buffers.context_len.sub_(8).clamp_(min=0)  # control
-    if max(lengths) > 8:
-        assert distance(eager(made, buffers).hidden, plain.hidden) > distance(mine.hidden, plain.hidden)
 
 
 def test_a_captured_step_follows_lengths_tables_and_anchors() -> None:
@@ -218,8 +216,16 @@ def test_a_step_of_the_host_cannot_be_captured() -> None:
         CapturedStep(made.model, made.lm_head, made.context.pool.views, buffers, K)
 
 
-def test_a_drafter_replays_what_it_captured() -> None:
-    """propose() through graphs of several sizes equals propose() without; the pages of the requests differ."""
+def test_a_drafter_replays_what_it_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """propose() through graphs of several sizes equals propose() without. Fails where the graph that fits is not replayed."""
+    replays: list[int] = []
+    replay = CapturedStep.replay
+
+    def counted(step: CapturedStep):  # type: ignore[no-untyped-def]
+        replays.append(step.buffers.anchors.numel())
+        return replay(step)
+
+    monkeypatch.setattr(CapturedStep, "replay", counted)
     found = []
     for captured in (False, True):
         made = drafter("CUTEDSL")
@@ -232,6 +238,7 @@ def test_a_drafter_replays_what_it_captured() -> None:
             made.capture(4, K, 2000)
         anchors = torch.tensor([5, 6, 7, 8], device=GPU)
         found.append([made.propose(list(range(n)), anchors[:n], K) for n in (1, 4, 3, 2)])
+    assert replays == [1, 4, 4, 2]
     for without, replayed in zip(*found, strict=True):
         assert replayed.tokens.shape == without.tokens.shape
         assert distance(replayed.hidden, without.hidden) < 1e-2

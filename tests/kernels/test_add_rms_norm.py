@@ -105,6 +105,8 @@ def test_n16_bad_arguments_are_named_before_anything_is_launched(
 def test_a_legal_call_that_no_kernel_covers_says_why() -> None:
     with pytest.raises(UnsupportedKernelError, match=r"add_rms_norm: .*(needs a CUDA|not installed).*Use cute_kernels.ref"):
         add_rms_norm(**make(5, 64))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedKernelError, match=r"multiple of 8 .* it has 12\. Use"):
+        add_rms_norm(**make(5, 12))  # type: ignore[arg-type]
     assert "multiple of 8" in str(AddRMSNormConfig(12, "bfloat16", True).reason())
     assert "up to 16384" in str(AddRMSNormConfig(16392, "bfloat16", True).reason())
     assert "float32" in str(AddRMSNormConfig(64, "float32", True).reason())

@@ -13,7 +13,7 @@ from trtllm_dspark import cli
 
 pytest.importorskip("cutlass")
 
-SMALL = Deployment(64, 16, 256, 128, (16,), "bfloat16", 32, ("bfloat16",))
+SMALL = Deployment(64, 16, ((128, False), (256, False), (256, True)), (16,), "bfloat16", 32, ("bfloat16",))
 COUNT = 11
 
 
@@ -123,4 +123,4 @@ def test_bad_input_is_one_line(options: list[str], words: str, tmp_path: Path, c
     assert cli.main(["kernels", "build", *options, "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
     assert re.search(words, printed) and printed.count("\n") == 1
-    assert not list((tmp_path / "out").glob("*.o")) or "page" in words or "dtype" in words
+    assert not list((tmp_path / "out").glob("*.o"))

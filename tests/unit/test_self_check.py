@@ -14,7 +14,7 @@ from cute_kernels.reference.context_append import context_append, finish_latents
 from cute_kernels.reference.markov_chain import markov_chain
 from cute_kernels.reference.query_rope import query_rope
 from trtllm_dspark.attention import policy, self_check, vanilla
-from trtllm_dspark.attention.operations import DraftShape, Operations
+from trtllm_dspark.attention.operations import DraftShape, Operations, normalised
 from trtllm_dspark.attention.policy import Backend, resolve_backend
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
@@ -80,6 +80,11 @@ def total_not_returned(x, weight, eps, residual=None):  # type: ignore[no-untype
     return add_rms_norm(x, weight, eps, residual)[0], x
 
 
+def codes_forgotten(base, anchors, w1, w2, codes):  # type: ignore[no-untyped-def]
+    codes.zero_()
+    return markov_chain(base, anchors, w1, w2)
+
+
 FAULTS = {
     "causal": ("block_attention", causal),
     "window-ignored": ("block_attention", no_window),
@@ -90,6 +95,7 @@ FAULTS = {
     "block-at-one-position": ("finish_latents", one_angle_for_all),
     "residual-forgotten": ("add_rms_norm", residual_forgotten),
     "stream-lost": ("add_rms_norm", total_not_returned),
+    "codes-not-written": ("markov_chain", codes_forgotten),
     "wrong-token": ("markov_chain", next_token),
 }
 
@@ -100,6 +106,32 @@ def test_a_planted_fault_is_found_and_named(operation: str, fault: Callable[...,
     wrong = [finding for finding in outcome.findings if not finding.passed]
     assert [finding.operation for finding in wrong] == [operation] and wrong[0].error > 2 * wrong[0].allowed
     assert f"{operation} is off by {wrong[0].error:.1e}" in str(outcome.reason())
+
+
+def test_one_row_of_one_head_is_enough() -> None:
+    """Fails where an error is averaged over the batch: at 64 heads a single wrong row is a thousandth of it."""
+
+    def zero_row(*arguments: torch.Tensor, **options: object) -> torch.Tensor:
+        found = vanilla.block_attention(*arguments, **options)
+        found[2, 1, 5] = 0
+        return found
+
+    wide = replace(shape(), heads=64)
+    outcome = self_check.self_check(replace(RIGHT, block_attention=zero_row), CONFIG, wide, CPU)
+    assert "block_attention is off by 1.0e+00" in str(outcome.reason())
+    assert self_check.self_check(RIGHT, CONFIG, wide, CPU).reason() is None
+
+
+def test_a_draft_with_norms_of_its_taps_is_checked_at_their_width() -> None:
+    config = DraftConfig.from_dict(published.tiny("mla", fc_norm=True, target_hidden_size=96))
+    seen = set()
+
+    def recording(x, weight, eps, residual=None):  # type: ignore[no-untyped-def]
+        seen.add((x.shape[-1], residual is not None))
+        return add_rms_norm(x, weight, eps, residual)
+
+    self_check.self_check(replace(RIGHT, add_rms_norm=recording), config, shape(), CPU)
+    assert seen == set(normalised(config)) and (96, False) in seen
 
 
 def backends(cutedsl: Operations) -> dict[str, Backend]:
@@ -147,12 +179,13 @@ def test_of_two_that_pass_the_faster_is_taken(times: tuple[float, float], picked
     assert why == f"takes {max(times):.0f} us where {picked} takes {min(times):.0f}"
 
 
-def test_a_check_that_raises_is_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_check_that_raises_is_a_reason_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     def broken(*arguments: object, **options: object) -> torch.Tensor:
         raise RuntimeError("illegal instruction")
 
     make = partial(replace, RIGHT, block_attention=broken)
     why = self_check.checked_reason("CUTEDSL", make, CONFIG, shape(), CPU)
+    assert self_check.checked_reason("CUTEDSL", make, CONFIG, shape(), CPU) == why and caplog.text.count("illegal") == 2
     assert why == "failed its self-check: RuntimeError: illegal instruction" and "illegal instruction" in caplog.text
 
 

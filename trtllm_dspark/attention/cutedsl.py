@@ -17,7 +17,7 @@ from cute_kernels.context_append import ContextAppendConfig, context_append
 from cute_kernels.markov_chain import MarkovChainConfig, markov_chain
 from cute_kernels.prebuild import SCRATCH_PAGE
 from cute_kernels.query_rope import QueryRopeConfig, query_rope
-from trtllm_dspark.attention.operations import DraftShape, Operations
+from trtllm_dspark.attention.operations import DraftShape, Operations, normalised
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
 
@@ -37,7 +37,7 @@ def reason(config: DraftConfig, device: torch.device, shape: DraftShape) -> str 
         shape_reason(shape.block_rows, shape.heads),
         ContextAppendConfig(c, r, shape.page_size, dtype).reason(),
         QueryRopeConfig(r, dtype).reason(),
-        AddRMSNormConfig(config.hidden_size, dtype, True).reason(),
+        *(AddRMSNormConfig(size, dtype, residual).reason() for size, residual in normalised(config)),
     ]
     if config.markov_rank:
         reasons.append(MarkovChainConfig(config.markov_rank, 1, dtype, dtype).reason())
@@ -141,7 +141,7 @@ class _LatentFinisher:
 
 
 def operations() -> Operations:
-    """The kernels, with workspaces of their own: one set for each drafter."""
+    """The kernels, with workspaces of their own: one set for each model, whose steps follow each other on one stream."""
     return Operations(
         block_attention=_attend,
         plan=_SharedWorkspaces().plan,
@@ -151,4 +151,5 @@ def operations() -> Operations:
         add_rms_norm=add_rms_norm,
         markov_chain=markov_chain,
         capturable=True,
+        differentiable=False,
     )

@@ -43,6 +43,15 @@ class DraftShape:
         return cls(own, page_size, heads, config.block_size or DEFAULT_BLOCK_ROWS)
 
 
+def normalised(config: DraftConfig) -> tuple[tuple[int, bool], ...]:
+    """(width, whether a residual is added) of every norm in a step of an MLA draft, the latents' own excepted."""
+    assert config.q_lora_rank is not None, f"an MLA draft without q_lora_rank: {config}"
+    found = [(config.hidden_size, True), (config.hidden_size, False), (config.q_lora_rank, False)]
+    if config.per_tap_norm:
+        found.append((config.target_hidden_size, False))
+    return tuple(sorted(set(found)))
+
+
 class BlockAttention(Protocol):
     """The one signature; see `vanilla.block_attention` for shapes. plan: what the same backend's `plan` returned."""
 
@@ -125,6 +134,7 @@ class Operations:
         block_attention, plan, context_append, query_rope, finish_latents, add_rms_norm: see their types.
         markov_chain: None is `model.heads.greedy_chain`.
         capturable: whether they read nothing on the host, so that a step can be captured in a CUDA graph.
+        differentiable: whether gradients flow through them.
     """
 
     block_attention: BlockAttention
@@ -135,3 +145,4 @@ class Operations:
     add_rms_norm: AddRMSNorm = add_rms_norm
     markov_chain: MarkovChain | None = None
     capturable: bool = False
+    differentiable: bool = True

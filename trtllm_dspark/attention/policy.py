@@ -23,6 +23,8 @@ from trtllm_dspark.version import __version__
 
 log = logging.getLogger(__name__)
 
+NOISE = 1.05  # times that differ by less are a tie
+
 Reason = Callable[[DraftConfig, torch.device, DraftShape], str | None]
 """Why a backend cannot run this draft, on this device, in this shape; None where it can. Launches nothing."""
 
@@ -112,7 +114,7 @@ def resolve_backend(
     """Pick the attention backend of a drafter.
 
     A candidate must have no reason against it and pass its self-check on this device. Where several do, AUTO measures them
-    at this shape and takes the fastest; on a tie, the first.
+    at this shape and takes the fastest; on a tie (within NOISE), the first.
 
     Args:
         config: of the draft. device: where it will run. requested: AUTO, or one of the family's choices.
@@ -165,7 +167,8 @@ def resolve_backend(
         )
     if len(fit) > 1:
         times = {name: measure(_operations(backends[name]), config, shape, device) for name in fit}
-        fit.sort(key=times.__getitem__)
+        best = min(times.values())
+        fit.sort(key=lambda name: times[name] > NOISE * best)  # stable: of those that tie, the first
         passed += [(name, f"takes {times[name]:.0f} us where {fit[0]} takes {times[fit[0]]:.0f}") for name in fit[1:]]
     choice = _choice(backends[fit[0]], tuple(passed))
     log.info("%s on %s: %s", owner, where, choice)

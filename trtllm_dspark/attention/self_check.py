@@ -19,7 +19,7 @@ from cute_kernels.reference.block_attention import block_attention
 from cute_kernels.reference.context_append import context_append, finish_latents
 from cute_kernels.reference.markov_chain import markov_chain
 from cute_kernels.reference.query_rope import query_rope
-from trtllm_dspark.attention.operations import DraftShape, Operations
+from trtllm_dspark.attention.operations import DraftShape, Operations, normalised
 from trtllm_dspark.config import DraftConfig
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ TIMED_BATCH, TIMED_CONTEXT, TIMED_RUNS = 8, 4096, 15
 
 @dataclass(frozen=True)
 class Finding:
-    """One operation. error, allowed: largest relative to the result's own size; inf where a value is not finite."""
+    """One operation. error, allowed: of the worst row, relative to its size; inf where NaN stands in other places."""
 
     operation: str
     error: float
@@ -66,8 +66,8 @@ class SelfCheck:
 def self_check(operations: Operations, config: DraftConfig, shape: DraftShape, device: torch.device) -> SelfCheck:
     """Run every operation of a backend beside its twin on small inputs of the deployment's shape.
 
-    Ragged contexts with page edges, windowed ones, shuffled pages; NaN in every row that must not be read and in every
-    output before it is written.
+    Ragged contexts with page edges, windowed ones, shuffled pages; NaN in every row that must not be read and in the memory
+    that results are allocated from.
     """
     start = time.perf_counter()
     checks = [_check_block_attention, _check_context_append, _check_query_rope, _check_finish_latents, _check_add_rms_norm]
@@ -83,6 +83,7 @@ def _check_block_attention(
     operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator
 ) -> Finding:
     case = _attention_case(config, shape, generator, _edge_lengths(shape.page_size), starts=True)
+    _poison(case["q"][..., : case["value_width"]], case["q"])
     found = _run(operations, case)
     exact = block_attention(**_wider(case))
     assert isinstance(exact, torch.Tensor)
@@ -102,10 +103,10 @@ def _check_context_append(
     slots[::7] = -1
     pools = [
         torch.full((layers, pages, shape.page_size, width), torch.nan, dtype=dtype, device=generator.device)
-        for dtype in (shape.dtype, torch.float32, shape.dtype)
+        for dtype in (shape.dtype, torch.float64, shape.dtype)
     ]
     operations.context_append(z, weight, cos, sin, slots, pools[0].unbind(0), config.rms_norm_eps)
-    context_append(z.float(), weight.float(), cos, sin, slots, pools[1].unbind(0), config.rms_norm_eps)
+    context_append(z.double(), weight.double(), cos, sin, slots, pools[1].unbind(0), config.rms_norm_eps)
     context_append(z, weight, cos, sin, slots, pools[2].unbind(0), config.rms_norm_eps)
     return _finding("context_append", *pools)
 
@@ -116,10 +117,10 @@ def _check_query_rope(operations: Operations, config: DraftConfig, shape: DraftS
     cos, sin = _angles(generator, (batch, shape.block_rows, (width - c) // 2))
     outs = [
         torch.full((batch, shape.block_rows, shape.heads, width), torch.nan, dtype=dtype, device=generator.device)
-        for dtype in (shape.dtype, torch.float32, shape.dtype)
+        for dtype in (shape.dtype, torch.float64, shape.dtype)
     ]
     operations.query_rope(rotary, cos, sin, outs[0])
-    query_rope(rotary.float(), cos, sin, outs[1])
+    query_rope(rotary.double(), cos, sin, outs[1])
     query_rope(rotary, cos, sin, outs[2])
     return _finding("query_rope", *outs)
 
@@ -131,28 +132,29 @@ def _check_finish_latents(
     z = _random(generator, (batch, shape.block_rows, width), shape.dtype)
     weight = 1 + _random(generator, (c,), shape.dtype) / 8
     cos, sin = _angles(generator, (batch, shape.block_rows, (width - c) // 2))
+    _poison(z)
     found = operations.finish_latents(z, weight, cos, sin, config.rms_norm_eps)
-    exact = finish_latents(z.float(), weight.float(), cos, sin, config.rms_norm_eps)
+    exact = finish_latents(z.double(), weight.double(), cos, sin, config.rms_norm_eps)
     return _finding("finish_latents", found, exact, finish_latents(z, weight, cos, sin, config.rms_norm_eps))
 
 
 def _check_add_rms_norm(operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator) -> Finding:
     """With a residual and without, at every width that a step normalises; the worst of them."""
     findings = []
-    for size, with_residual in ((config.hidden_size, True), (config.hidden_size, False), (config.q_lora_rank, False)):
-        assert size is not None
+    for size, with_residual in normalised(config):
         x, weight = _random(generator, (5, size), shape.dtype), 1 + _random(generator, (size,), shape.dtype) / 8
         residual = _random(generator, (5, size), shape.dtype) if with_residual else None
-        wide = None if residual is None else residual.float()
+        wide = None if residual is None else residual.double()
+        _poison(x, x)
         found = operations.add_rms_norm(x, weight, config.rms_norm_eps, residual)
-        exact = add_rms_norm(x.float(), weight.float(), config.rms_norm_eps, wide)
+        exact = add_rms_norm(x.double(), weight.double(), config.rms_norm_eps, wide)
         plain = add_rms_norm(x, weight, config.rms_norm_eps, residual)
         findings += [_finding("add_rms_norm", *trio) for trio in zip(found, exact, plain, strict=True)]
     return max(findings, key=lambda finding: finding.error / finding.allowed)
 
 
 def _check_markov_chain(operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator) -> Finding:
-    """On small integers, where sums are exact: every token must be the twin's. error: the share of those that are not."""
+    """On small integers, where sums are exact: tokens and codes must be the twin's. error: the share that is not."""
     assert operations.markov_chain is not None
 
     def integers(*size: int) -> torch.Tensor:
@@ -164,9 +166,11 @@ def _check_markov_chain(operations: Operations, config: DraftConfig, shape: Draf
         base = integers(batch, STEPS, VOCABULARY)
         anchors = torch.randint(VOCABULARY, (batch,), generator=generator, device=generator.device)
         anchors[:2] = torch.tensor([-1, VOCABULARY], device=generator.device)  # no tokens: they get no bias
-        found = operations.markov_chain(base, anchors, w1, w2, torch.full_like(base[..., :rank], torch.nan))
-        exact = markov_chain(base.float(), anchors, w1.float(), w2.float())
-        wrong = max(wrong, (found != exact).float().mean().item())
+        for dtype in {shape.dtype, torch.float32}:  # the target may give its logits in another dtype than the draft's
+            codes, right = (torch.full((batch, STEPS, rank), torch.nan, dtype=shape.dtype, device=base.device) for _ in "ab")
+            found = operations.markov_chain(base.to(dtype), anchors, w1, w2, codes)
+            exact = markov_chain(base.float(), anchors, w1, w2, right)
+            wrong = max(wrong, (found != exact).float().mean().item(), (codes != right).float().mean().item())
     return Finding("markov_chain", wrong, 0.0)
 
 
@@ -228,9 +232,15 @@ def _run(operations: Operations, case: dict[str, Any]) -> torch.Tensor:
 
 def _wider(case: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in case.items()
     }
+
+
+def _poison(*like: torch.Tensor) -> None:
+    """The blocks of memory that the allocator hands out next for tensors of these shapes hold NaN."""
+    held = [torch.full_like(tensor, torch.nan) for tensor in like]
+    del held
 
 
 def _finding(operation: str, found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> Finding:
@@ -242,8 +252,8 @@ def _finding(operation: str, found: torch.Tensor, exact: torch.Tensor, plain: to
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     if not torch.equal(found.isnan(), exact.isnan()):
         return torch.inf
-    difference = (found.float() - exact).nan_to_num()
-    return (difference.norm() / exact.nan_to_num().norm()).item()
+    difference, size = ((found.double() - exact).nan_to_num().norm(dim=-1), exact.nan_to_num().norm(dim=-1))
+    return (difference / size.clamp_min(torch.finfo(torch.float32).tiny)).max().item()  # a row of NaN is 0 / tiny
 
 
 def measure_block_attention(operations: Operations, config: DraftConfig, shape: DraftShape, device: torch.device) -> float:
@@ -276,17 +286,25 @@ def _angles(generator: torch.Generator, size: tuple[int, ...]) -> tuple[torch.Te
     return angle.cos(), angle.sin()
 
 
-@lru_cache(maxsize=64)
 def checked_reason(
     name: str, make: Callable[[], Operations], config: DraftConfig, shape: DraftShape, device: torch.device
 ) -> str | None:
-    """`SelfCheck.reason` of a backend for this shape; run once for each in a process."""
+    """`SelfCheck.reason` of a backend for this shape; run once for each in a process, again where it could not finish."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     try:
-        outcome = self_check(make(), config, shape, device)
+        return _outcome(name, make, config, shape, device).reason()
     except Exception as error:  # whatever a kernel does on a part that nobody has tried
         log.warning("self-check of %s on %s: %s: %s", name, device, type(error).__name__, error)
         return f"failed its self-check: {type(error).__name__}: {error}"
-    verdict = outcome.reason() or "passed"
+
+
+@lru_cache(maxsize=64)
+def _outcome(
+    name: str, make: Callable[[], Operations], config: DraftConfig, shape: DraftShape, device: torch.device
+) -> SelfCheck:
+    outcome = self_check(make(), config, shape, device)
     worst = "; ".join(f"{f.operation} {f.error:.1e} of {f.allowed:.1e}" for f in outcome.findings)
+    verdict = outcome.reason() or "passed"
     log.info("self-check of %s on %s in %.0f ms: %s (%s)", name, device, outcome.milliseconds, verdict, worst)
-    return outcome.reason()
+    return outcome

@@ -9,6 +9,7 @@ from rich.console import Console
 from cute_kernels import prebuild
 from cute_kernels.errors import KernelError
 from cute_kernels.prebuild import Deployment
+from trtllm_dspark.attention.operations import normalised
 from trtllm_dspark.commands.pair import tiny_pair
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError, UnsupportedError
@@ -21,12 +22,10 @@ def run(arguments: argparse.Namespace) -> int:
     if config.kv_lora_rank is None or config.qk_rope_head_dim is None:
         raise UnsupportedError(f"kernels build: an MLA draft is required, {config.architecture} is {config.family}.")
     dtype = arguments.dtype or config.dtype
-    assert config.q_lora_rank is not None
     deployment = Deployment(
         config.kv_lora_rank,
         config.qk_rope_head_dim,
-        config.hidden_size,
-        config.q_lora_rank,
+        normalised(config),
         _page_sizes(arguments.page_size),
         dtype,
         config.markov_rank,

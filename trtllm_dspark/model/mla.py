@@ -155,7 +155,7 @@ class MLADSparkForCausalLM(HostWorkerContract):
         """
         if len(self.tap_norms):
             parts = taps.chunk(len(self.tap_norms), -1)
-            taps = torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], -1)
+            taps = torch.cat([norm(part.contiguous()) for norm, part in zip(self.tap_norms, parts, strict=True)], -1)
         return self.context_norm(self.context_proj(taps))
 
     def context_latents(self, projected: torch.Tensor) -> torch.Tensor:
@@ -171,6 +171,11 @@ class MLADSparkForCausalLM(HostWorkerContract):
         Returns:
             [B, S, D], after final_norm: what lm_head and the confidence head read.
         """
+        if not self.backend.operations.differentiable and torch.is_grad_enabled() and embeddings.requires_grad:
+            raise UnsupportedError(
+                f"MLADSparkForCausalLM: a backend with gradients is required to train, {self.backend.name} has none. "
+                "Take attention_backend='VANILLA'."
+            )
         cos, sin = self.rope.angles(positions)
         stream, made = embeddings, None
         for index, layer in enumerate(cast("list[MLALayer]", self.layers)):
