@@ -8,6 +8,8 @@ BLOCK_N = 32  # tokens of a tile
 WARPS_M, WARPS_K = BLOCK_M // 16, 4  # a warp owns 16 rows, and a quarter of the latent's elements
 THREADS = 32 * WARPS_M * WARPS_K
 STAGES = 2
+SM90_BLOCK = 64  # packed rows, and tokens, of a tile of the sm90 schedule
+SM90_PAGE_SIZES = (32, 64, 128)
 SEGMENT = 64  # elements of a swizzled row segment, 128 bytes
 VECTOR = 8  # elements of a 16-byte copy
 SCORE_PITCH = BLOCK_N + 4  # fp32 elements from a row of partial scores to the next, off the banks
@@ -17,6 +19,30 @@ ITEM_COST = 2  # what starting on a request costs, in tiles
 MIN_QUANTUM = 2  # least cost that is worth a part
 FULL_ENOUGH = 0.9  # share of the multiprocessors that must have work for one more wave not to be tried
 MAX_WAVES = 4
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a kernel cuts the work: what its plan and its workspace must know of it.
+
+    Attributes:
+        name: as `block_attention` takes it. block_rows: packed rows of a tile. block_tokens: tokens of a tile.
+        item_cost: what starting on a request costs, in tiles. min_quantum: least cost that is worth a part.
+        aligned: tiles begin at positions that block_tokens divides, the block is a tile of its own behind them. Else the
+            first tile begins at the context's first token, and the block follows the context without a gap.
+    """
+
+    name: str
+    block_rows: int
+    block_tokens: int
+    item_cost: int = ITEM_COST
+    min_quantum: int = MIN_QUANTUM
+    aligned: bool = False
+
+
+PORTABLE = Schedule("portable", BLOCK_M, BLOCK_N)
+SM90 = Schedule("sm90", SM90_BLOCK, SM90_BLOCK, aligned=True)
+SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, SM90)}
 
 
 @dataclass(frozen=True)
@@ -60,6 +86,21 @@ class BlockAttentionConfig:
             return f"the key must be wider than the value by a multiple of {VECTOR} up to {SEGMENT}, it is by {self.rotary}"
         return None
 
+    def sm90_reason(self, arch: str) -> str | None:
+        """None where the sm90 schedule takes this on a compile target, else why not."""
+        if arch != "sm_90a":
+            return f"the sm90 schedule needs sm_90a, this is {arch}"
+        if (self.value_width, self.rotary) != (512, SEGMENT):
+            return f"the sm90 schedule needs c = 512 and r = {SEGMENT}, they are {self.value_width} and {self.rotary}"
+        if self.page_size not in SM90_PAGE_SIZES:
+            return f"the sm90 schedule needs pages of {', '.join(map(str, SM90_PAGE_SIZES))} tokens, they have {self.page_size}"
+        return self.reason()
+
+
+def pick_schedule(config: BlockAttentionConfig, arch: str) -> str:
+    """Name of the fastest schedule that takes a configuration on a compile target."""
+    return SM90.name if config.sm90_reason(arch) is None else PORTABLE.name
+
 
 def shape_reason(block_rows: int, heads: int) -> str | None:
     """None where S rows and H heads are covered, else what is wrong with them."""
@@ -70,15 +111,15 @@ def shape_reason(block_rows: int, heads: int) -> str | None:
     return None
 
 
-def num_parts(block_rows: int, heads: int, num_sms: int) -> int:
+def num_parts(block_rows: int, heads: int, num_sms: int, schedule: Schedule = PORTABLE) -> int:
     """Into how many parts the tokens of a batch are cut: the grid is (row tiles, parts), whatever the lengths are.
 
     One wave of blocks where that fills the device, else the number of waves, up to MAX_WAVES, that fills it best.
 
     Args:
-        block_rows: S. heads: H. num_sms: multiprocessors of the device; one block runs on each.
+        block_rows: S. heads: H. num_sms: multiprocessors of the device; one block runs on each. schedule: its tiles.
     """
-    row_tiles = -(-block_rows * heads // BLOCK_M)
+    row_tiles = -(-block_rows * heads // schedule.block_rows)
     best, best_filled = 1, 0.0
     for wave in range(1, MAX_WAVES + 1):
         parts = wave * num_sms // row_tiles
@@ -90,9 +131,11 @@ def num_parts(block_rows: int, heads: int, num_sms: int) -> int:
     return best
 
 
-def workspace_shapes(max_batch: int, block_rows: int, heads: int, value_width: int, num_sms: int) -> dict[str, tuple[int, ...]]:
+def workspace_shapes(
+    max_batch: int, block_rows: int, heads: int, value_width: int, num_sms: int, schedule: Schedule = PORTABLE
+) -> dict[str, tuple[int, ...]]:
     """Shapes of a workspace's tensors: `requests` and `boundaries` are int32, the others fp32."""
-    parts, rows = num_parts(block_rows, heads, num_sms), block_rows * heads
+    parts, rows = num_parts(block_rows, heads, num_sms, schedule), block_rows * heads
     return {
         "requests": (max_batch, 4),
         "boundaries": (parts + 1, 2),

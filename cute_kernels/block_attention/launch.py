@@ -1,15 +1,24 @@
 """The public function: checks, then at most three launches on torch's current stream. And the op for torch.compile."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from cute_kernels.block_attention import combine, portable
+from cute_kernels.block_attention import combine, portable, sm90
 from cute_kernels.block_attention import plan as planning
-from cute_kernels.block_attention.config import NAME, PAGE_SIZES, VECTOR, BlockAttentionConfig, shape_reason
+from cute_kernels.block_attention.config import (
+    NAME,
+    PAGE_SIZES,
+    PORTABLE,
+    SM90,
+    SM90_PAGE_SIZES,
+    VECTOR,
+    BlockAttentionConfig,
+    pick_schedule,
+    shape_reason,
+)
 from cute_kernels.block_attention.workspace import BlockAttentionWorkspace, plan_block_attention
 from cute_kernels.cache import compiled
 from cute_kernels.errors import KernelError, UnsupportedKernelError
@@ -17,8 +26,8 @@ from cute_kernels.reference import block_attention as reference
 from cute_kernels.support import arch_name, check_tensor, device_reason, toolkit_reason
 
 
-def gate_configs() -> list[tuple[str, Callable[[str, str], Any]]]:
-    """What the compile gate checks: (label, compile for an architecture with more options).
+def gate_configs() -> list[tuple[Any, ...]]:
+    """What the compile gate checks: (label, compile for an architecture with more options, architectures if not all).
 
     Of the page sizes the smallest and the largest; all four were seen to take the same registers.
     """
@@ -31,7 +40,12 @@ def gate_configs() -> list[tuple[str, Callable[[str, str], Any]]]:
             for c in configs
         ),
         *((f"{combine.COMBINE} c={c.value_width} {c.dtype}", partial(combine.compile_for, c)) for c in merges),
-        (planning.PLAN, planning.compile_for),
+        (planning.PLAN, partial(planning.compile_for, PORTABLE)),
+        (f"{planning.PLAN} {SM90.name}", partial(planning.compile_for, SM90), ("sm_90a",)),
+        *(
+            (f"{NAME} {SM90.name} P={c.page_size} {c.dtype}", partial(sm90.compile_for, c), ("sm_90a",))
+            for c in (BlockAttentionConfig(512, 64, page_size, "bfloat16") for page_size in SM90_PAGE_SIZES[::2])
+        ),
     ]
 
 
@@ -64,6 +78,7 @@ def block_attention(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
+    schedule: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of block rows over their context and over each other; the formula is the package's docstring.
 
@@ -79,6 +94,8 @@ def block_attention(
         plan: what `plan_block_attention` returned for these lengths; its lengths are the ones that count. None plans here.
         out: [B, S, H, c] in q's dtype, contiguous; written. lse: [B, S, H], fp32, contiguous; written. None allocates.
         return_lse: also return lse: log2 of the sum of exponentials.
+        schedule: which kernel, portable or sm90 (Hopper; c = 512, r = 64, P 32, 64 or 128). None: the plan's, without a plan
+            the fastest that takes the arguments.
     Returns:
         out, or (out, lse).
     Raises:
@@ -89,6 +106,15 @@ def block_attention(
     why = reason(q, pages, value_width)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME} of layer {layer}: {why}. Use cute_kernels.reference.block_attention.")
+    config, arch = _config(q, pages, value_width), arch_name(q.device)
+    chosen = schedule or (pick_schedule(config, arch) if plan is None else plan.schedule)
+    why = config.sm90_reason(arch) if chosen == SM90.name else None
+    if why is not None:
+        raise UnsupportedKernelError(f"{NAME} of layer {layer}: {why}. Use the portable schedule, with a workspace for it.")
+    if plan is not None and plan.schedule != chosen:
+        raise KernelError(
+            f"{NAME}: a plan for the {chosen} schedule is required, it is for {plan.schedule}. Allocate its workspace for it."
+        )
     batch, rows, heads, _ = q.shape
     if out is None:
         out = q.new_empty(batch, rows, heads, value_width)
@@ -98,7 +124,7 @@ def block_attention(
     _expect("lse", lse, (batch, rows, heads), torch.float32, q.device)
     if plan is None:
         plan = BlockAttentionWorkspace.allocate(
-            max_batch=batch, block_rows=rows, heads=heads, value_width=value_width, device=q.device
+            max_batch=batch, block_rows=rows, heads=heads, value_width=value_width, device=q.device, schedule=chosen
         )
         plan_block_attention(context_len, context_start, workspace=plan, max_context=page_table.shape[1] * pages.shape[1])
     made_for, needed = (plan.block_rows, plan.heads, plan.value_width), (rows, heads, value_width)
@@ -121,6 +147,7 @@ def block_attention(
             out,
             lse,
             scale,
+            chosen,
         )
     return (out, lse) if return_lse else out
 
@@ -141,9 +168,14 @@ def _launch(
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
+    schedule: str = PORTABLE.name,
 ) -> None:
     config, arch = _config(q, pages, out.shape[-1]), arch_name(q.device)
-    attend = compiled(NAME, config, arch, partial(portable.compile_for, config, arch))
+    if schedule == SM90.name:
+        attend = compiled(f"{NAME}_{schedule}", config, arch, partial(sm90.compile_for, config, arch))
+        pages = pages if pages.shape[0] else pages.new_zeros(1, *pages.shape[1:])  # a tensor map has no empty dim
+    else:
+        attend = compiled(NAME, config, arch, partial(portable.compile_for, config, arch))
     packed_out, packed_lse = out.flatten(1, 2), lse.flatten(1, 2)
     attend(
         _packed(q),
@@ -179,8 +211,9 @@ def _op(
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
+    schedule: str = PORTABLE.name,
 ) -> None:
-    _launch(q, block_latents, pages, page_table, requests, boundaries, partial_out, partial_lse, out, lse, scale)
+    _launch(q, block_latents, pages, page_table, requests, boundaries, partial_out, partial_lse, out, lse, scale, schedule)
 
 
 @_op.register_kernel("cpu")
@@ -196,6 +229,7 @@ def _on_cpu(
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
+    schedule: str = PORTABLE.name,
 ) -> None:
     start, count = requests[:, 0], requests[:, 1]
     reference.block_attention(
@@ -225,6 +259,7 @@ def _fake(
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
+    schedule: str = PORTABLE.name,
 ) -> None:
     return None
 

@@ -1,13 +1,13 @@
 """The work list of a step, made on the device in one small launch and read by all layers.
 
-A batch is a line of costs: per request ITEM_COST, then one for each tile of its context and block. The line is cut into
+A batch is a line of costs: per request item_cost, then one for each tile of its context and block. The line is cut into
 equal parts; a part begins at a (request, tile) and ends where the next begins. A request that a cut falls into is split,
 and its pieces are merged by `combine`. The twin in `cute_kernels.reference.block_attention` says it in a few lines.
 """
 
 from typing import Any
 
-from cute_kernels.block_attention.config import BLOCK_N, ITEM_COST, MIN_QUANTUM
+from cute_kernels.block_attention.config import Schedule
 
 PLAN = "block_attention_plan"
 PLAN_THREADS = 256
@@ -19,6 +19,21 @@ def kernel_class() -> type:
     from cutlass import Int32, cute, utils
 
     class BlockAttentionPlan:
+        def __init__(self, schedule: Schedule) -> None:
+            self.schedule = schedule
+
+        @cute.jit
+        def cost(self, start: Int32, context: Int32, block_rows: Int32) -> Int32:
+            """Of a request: item_cost and its tiles. The twin says the same."""
+            tokens = self.schedule.block_tokens
+            tiles = Int32(1)
+            if cutlass.const_expr(self.schedule.aligned):
+                if context > 0:
+                    tiles = (start + context + tokens - 1) // tokens - start // tokens + 1
+            else:
+                tiles = (context + block_rows + tokens - 1) // tokens
+            return self.schedule.item_cost + tiles
+
         @cute.jit
         def __call__(
             self,
@@ -68,7 +83,7 @@ def kernel_class() -> type:
                     context = Int32(0)
                 mRequests[request, 0] = start
                 mRequests[request, 1] = context
-                own += ITEM_COST + (context + block_rows + BLOCK_N - 1) // BLOCK_N
+                own += self.cost(start, context, block_rows)
             # sEnd[t]: cost of all requests of threads 0..t
             sEnd[tidx] = own
             cute.arch.sync_threads()
@@ -82,12 +97,12 @@ def kernel_class() -> type:
                 cute.arch.sync_threads()
             total = sEnd[PLAN_THREADS - 1]
             quantum = (total + parts - 1) // parts
-            if quantum < MIN_QUANTUM:
-                quantum = Int32(MIN_QUANTUM)
+            if quantum < self.schedule.min_quantum:
+                quantum = Int32(self.schedule.min_quantum)
             begin = sEnd[tidx] - own
             for request in cutlass.range(first, last, unroll=1):
-                end = begin + ITEM_COST + (mRequests[request, 1] + block_rows + BLOCK_N - 1) // BLOCK_N
-                first_part = (begin + ITEM_COST) // quantum
+                end = begin + self.cost(mRequests[request, 0], mRequests[request, 1], block_rows)
+                first_part = (begin + self.schedule.item_cost) // quantum
                 mRequests[request, 2] = first_part
                 mRequests[request, 3] = (end - 1) // quantum - first_part + 1
                 begin = end
@@ -106,11 +121,11 @@ def kernel_class() -> type:
                     found = owner * per_thread
                     for _ in cutlass.range(per_thread - 1, unroll=1):
                         if found < batch - 1:
-                            end = begin + ITEM_COST + (mRequests[found, 1] + block_rows + BLOCK_N - 1) // BLOCK_N
+                            end = begin + self.cost(mRequests[found, 0], mRequests[found, 1], block_rows)
                             if end <= target:
                                 begin = end
                                 found += 1
-                    tile = target - begin - ITEM_COST
+                    tile = target - begin - self.schedule.item_cost
                     if tile < 0:
                         tile = Int32(0)
                 mBoundaries[part, 0] = found
@@ -119,14 +134,14 @@ def kernel_class() -> type:
     return BlockAttentionPlan
 
 
-def compile_for(arch: str, options: str = "") -> Any:
-    """Compile for an architecture; needs no GPU. `options`: more flags of the compiler."""
+def compile_for(schedule: Schedule, arch: str, options: str = "") -> Any:
+    """Compile for an architecture; needs no GPU. `schedule`: whose tiles are counted. `options`: more flags of the compiler."""
     from cutlass import Int32, cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     batch, bounds = cute.sym_int(), cute.sym_int()
     return cute.compile(
-        kernel_class()(),
+        kernel_class()(schedule),
         make_fake_tensor(Int32, (batch,), stride=(1,), assumed_align=4),
         make_fake_tensor(Int32, (batch,), stride=(1,), assumed_align=4),
         make_fake_tensor(Int32, (batch, 4), stride=(4, 1), assumed_align=16),

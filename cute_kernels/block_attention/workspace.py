@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import torch
 
 from cute_kernels.block_attention import plan
-from cute_kernels.block_attention.config import NAME, shape_reason, workspace_shapes
+from cute_kernels.block_attention.config import NAME, PORTABLE, SCHEDULES, shape_reason, workspace_shapes
 from cute_kernels.cache import compiled
 from cute_kernels.errors import KernelError, UnsupportedKernelError
 from cute_kernels.reference import block_attention as reference
@@ -18,7 +18,7 @@ class BlockAttentionWorkspace:
     """Work list and scratch of a step, allocated once; the addresses never change, as a CUDA graph needs.
 
     Attributes:
-        block_rows, heads: S and H that it was made for. value_width: c.
+        block_rows, heads: S and H that it was made for. value_width: c. schedule: name of the one that reads it.
         requests: [max_batch, 4], int32: first position, context tokens, part of the first tile, number of pieces.
         boundaries: [parts + 1, 2], int32: the request and tile where each part begins.
         partial_out: [2 * parts, S * H, c], fp32. partial_lse: [2 * parts, S * H], fp32. Pieces of split requests.
@@ -31,6 +31,7 @@ class BlockAttentionWorkspace:
     boundaries: torch.Tensor
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
+    schedule: str = PORTABLE.name
 
     @classmethod
     def allocate(
@@ -42,23 +43,28 @@ class BlockAttentionWorkspace:
         value_width: int,
         device: torch.device,
         num_sms: int | None = None,
+        schedule: str = PORTABLE.name,
     ) -> "BlockAttentionWorkspace":
         """Buffers for up to max_batch requests of S rows and H heads.
 
         Args:
             num_sms: multiprocessors to share the work among; None asks the device.
+            schedule: the kernel that will read it, portable or sm90; `pick_schedule` names the fastest.
         Raises:
-            UnsupportedKernelError: S or H that no kernel covers.
+            UnsupportedKernelError: S or H that no kernel covers. KernelError: a schedule that does not exist.
         """
         why = shape_reason(block_rows, heads)
         if why is not None:
             raise UnsupportedKernelError(f"{NAME}: {why}. Use cute_kernels.reference.block_attention.")
-        shapes = workspace_shapes(max_batch, block_rows, heads, value_width, num_sms or _num_sms(device))
+        if schedule not in SCHEDULES:
+            raise KernelError(f"{NAME}: a schedule must be one of {', '.join(SCHEDULES)}, it is {schedule}. Name one that is.")
+        sms = num_sms or _num_sms(device)
+        shapes = workspace_shapes(max_batch, block_rows, heads, value_width, sms, SCHEDULES[schedule])
         buffers = {
             name: torch.empty(shape, dtype=torch.float32 if name.startswith("partial") else torch.int32, device=device)
             for name, shape in shapes.items()
         }
-        return cls(block_rows, heads, value_width, **buffers)
+        return cls(block_rows, heads, value_width, **buffers, schedule=schedule)
 
     @property
     def parts(self) -> int:
@@ -106,7 +112,15 @@ def plan_block_attention(
         )
     if batch:
         launch = _op_plan if torch.compiler.is_compiling() or device.type == "cpu" else _launch_plan
-        launch(context_len, context_start, workspace.requests[:batch], workspace.boundaries, workspace.block_rows, max_context)
+        launch(
+            context_len,
+            context_start,
+            workspace.requests[:batch],
+            workspace.boundaries,
+            workspace.block_rows,
+            max_context,
+            workspace.schedule,
+        )
     return workspace
 
 
@@ -117,12 +131,13 @@ def _launch_plan(
     boundaries: torch.Tensor,
     block_rows: int,
     max_context: int,
+    schedule: str = PORTABLE.name,
 ) -> None:
     why = toolkit_reason() or device_reason(context_len.device)
     if why is not None:
         raise UnsupportedKernelError(f"{plan.PLAN}: {why}. Use cute_kernels.reference.block_attention.")
     arch = arch_name(context_len.device)
-    launch = compiled(plan.PLAN, None, arch, partial(plan.compile_for, arch))
+    launch = compiled(plan.PLAN, SCHEDULES[schedule], arch, partial(plan.compile_for, SCHEDULES[schedule], arch))
     start = context_len if context_start is None else context_start
     launch(context_len, start, requests, boundaries, int(context_start is not None), block_rows, max_context)
 
@@ -135,8 +150,9 @@ def _op_plan(
     boundaries: torch.Tensor,
     block_rows: int,
     max_context: int,
+    schedule: str = PORTABLE.name,
 ) -> None:
-    _launch_plan(context_len, context_start, requests, boundaries, block_rows, max_context)
+    _launch_plan(context_len, context_start, requests, boundaries, block_rows, max_context, schedule)
 
 
 @_op_plan.register_kernel("cpu")
@@ -147,9 +163,20 @@ def _plan_on_cpu(
     boundaries: torch.Tensor,
     block_rows: int,
     max_context: int,
+    schedule: str = PORTABLE.name,
 ) -> None:
+    tiling = SCHEDULES[schedule]
     reference.plan_block_attention(
-        context_len, context_start, requests, boundaries, block_rows=block_rows, max_context=max_context
+        context_len,
+        context_start,
+        requests,
+        boundaries,
+        tiling.aligned,
+        block_rows=block_rows,
+        max_context=max_context,
+        block_tokens=tiling.block_tokens,
+        item_cost=tiling.item_cost,
+        min_quantum=tiling.min_quantum,
     )
 
 
@@ -161,5 +188,6 @@ def _plan_fake(
     boundaries: torch.Tensor,
     block_rows: int,
     max_context: int,
+    schedule: str = PORTABLE.name,
 ) -> None:
     return None

@@ -60,6 +60,7 @@ def plan_block_attention(
     context_start: torch.Tensor | None,
     requests: torch.Tensor,
     boundaries: torch.Tensor,
+    aligned: bool = False,
     *,
     block_rows: int,
     max_context: int,
@@ -73,6 +74,7 @@ def plan_block_attention(
     inside an item_cost falls on the request's first tile.
 
     Args:
+        aligned: tiles begin at positions that block_tokens divides, and the block is a tile of its own behind them.
         context_len, context_start: [B], integer; start None is 0. block_rows: S. max_context: tokens a table's row holds.
         block_tokens: of a tile. item_cost: of a request. min_quantum: least cost of a part.
         requests: [B, 4], int32, written: first position, context tokens, part of the first tile, number of pieces.
@@ -82,6 +84,11 @@ def plan_block_attention(
     starts = [0] * len(context_len) if context_start is None else [max(n, 0) for n in context_start.tolist()]
     contexts = [max(min(stop, max_context) - start, 0) for start, stop in zip(starts, context_len.tolist(), strict=True)]
     tiles = [-(-(context + block_rows) // block_tokens) for context in contexts]
+    if aligned:
+        tiles = [
+            1 + (-(-(start + context) // block_tokens) - start // block_tokens if context else 0)
+            for start, context in zip(starts, contexts, strict=True)
+        ]
     quantum = max(min_quantum, -(-sum(item_cost + n for n in tiles) // parts))
     boundaries[:] = torch.tensor([len(tiles), 0])
     begin = 0

@@ -1,0 +1,83 @@
+"""The sm90 schedule: TMA and wgmma, two warpgroups in a seesaw, Hopper only, c = 512 and r = 64.
+
+A block owns 64 packed rows and walks the tiles of its part, 64 tokens each. Tiles of the context begin at positions that 64
+divides, so that a tile is one box of a page of 64 or 128, or two pages of 32; the S rows of the block are a tile of their own
+behind them. What a box holds past the pool or the block arrives as zeros. Two token tiles and the queries fill the shared
+memory: 3 x 72 KB, and 8 KB of probabilities; the other probabilities lie where the queries' rotary part was, which stays in
+registers.
+
+Warpgroup 0 (left) scores the even tiles of a request, warpgroup 1 (right) the odd ones. Left sums the value columns 0..255 of
+all tiles, right 256..511, so that each needs the other's probabilities. While one does its softmax, the other multiplies. A
+pair of tiles, in order:
+
+    left    softmax of tile 0                               arrive FIRST     (running maximum, scale of tile 0)
+            O += P0 V0; refill tile 0, left half            wait SECOND
+            scale P0 and O by tile 1's scale, write P0      arrive P0, wait P1
+            O += P1 V1; score the next tile 0; refill tile 1, left half
+    right   wait FIRST; softmax of tile 1                   arrive SECOND
+            write P1; O += P1 V1                            wait P0
+            O += P0 V0                                      arrive P1
+            refill tile 1 and tile 0, right halves; score the next tile 1
+
+The last tile of a request may have no partner; then right has no softmax and P1 is not used.
+
+Why no barrier is overrun: a warpgroup arrives at one for the second time only after it has waited for another at which the
+other warpgroup arrived after it had waited for the first: FIRST(n) < SECOND(n) < P0(n) < P1(n) < FIRST(n + 1). Where P1 is left
+out, the request ends, and barriers of the whole block follow. SECOND also says that right has done with P0 of the pair before.
+
+Why no tile is overwritten while it is read: a half of a buffer (columns 0..255, or 256..575) is filled only by the warpgroup
+that sums it, after its own product with it retired. The other reader, the scores, retired before its scorer arrived at FIRST or
+SECOND, for which the filler has waited. Each use of a buffer is followed by one fill of it: from the same request while that
+has a tile for it, then from the next request, whose first two tiles thus come early; where a request does not use the second
+buffer, the fill comes at its end. The phase of a buffer's barriers therefore turns with each score. The next request's queries
+are fetched after the last SECOND, when all scores have retired, their rotary part when the last P1 was read.
+
+A row that is not live (before the start, past the end; unread pages may hold NaN) is masked in the scores and zeroed in
+shared memory before the value product, each warpgroup its own columns, after the tile's scores retired.
+"""
+
+from typing import Any
+
+from cute_kernels.block_attention.config import NAME, VECTOR, BlockAttentionConfig
+from cute_kernels.errors import UnsupportedKernelError
+
+
+def kernel_class() -> type:
+    """The kernel; imports the compiler."""
+    from cute_kernels.block_attention.sm90_kernel import BlockAttentionSm90
+
+    return BlockAttentionSm90
+
+
+def compile_for(config: BlockAttentionConfig, arch: str, options: str = "") -> Any:
+    """Compile for sm_90a; needs no GPU. `options`: more flags of the compiler."""
+    why = config.sm90_reason(arch)
+    if why is not None:
+        raise UnsupportedKernelError(f"{NAME}: {why}. Use the portable schedule.")
+    import cutlass
+    from cutlass import Float32, Int32, cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
+    batch, rows, block_rows, pages, max_pages, slots, bounds = (cute.sym_int() for _ in range(7))
+    width, value = config.width, config.value_width
+
+    def stride() -> Any:
+        return cute.sym_int64(divisibility=VECTOR)
+
+    return cute.compile(
+        kernel_class()(config),
+        make_fake_tensor(dtype, (batch, rows, width), stride=(stride(), stride(), 1), assumed_align=16),
+        make_fake_tensor(dtype, (batch, block_rows, width), stride=(stride(), stride(), 1), assumed_align=16),
+        make_fake_tensor(dtype, (pages, config.page_size, width), stride=(stride(), width, 1), assumed_align=16),
+        make_fake_tensor(Int32, (batch, max_pages), stride=(cute.sym_int64(), 1), assumed_align=4),
+        make_fake_tensor(Int32, (batch, 4), stride=(4, 1), assumed_align=16),
+        make_fake_tensor(Int32, (bounds, 2), stride=(2, 1), assumed_align=8),
+        make_fake_tensor(dtype, (batch, rows, value), stride=(stride(), value, 1), assumed_align=16),
+        make_fake_tensor(Float32, (batch, rows), stride=(cute.sym_int64(), 1), assumed_align=4),
+        make_fake_tensor(Float32, (slots, rows, value), stride=(stride(), value, 1), assumed_align=16),
+        make_fake_tensor(Float32, (slots, rows), stride=(cute.sym_int64(), 1), assumed_align=4),
+        Float32(0.0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--gpu-arch {arch} --enable-tvm-ffi {options}",
+    )

@@ -1,0 +1,405 @@
+"""The sm90 schedule of block_attention: its plan as arithmetic, when it is chosen, and on Hopper kernel against twin."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from kernels import test_block_attention as portable
+from kernels.test_block_attention import BATCHES, CONTEXTS, CPU, C, R, complaint, make, merges_of, run, slot_of
+
+from cute_kernels.arch import ARCHES
+from cute_kernels.block_attention import (
+    BlockAttentionConfig,
+    BlockAttentionWorkspace,
+    block_attention,
+    config,
+    num_parts,
+    pick_schedule,
+    plan_block_attention,
+)
+from cute_kernels.errors import KernelError, UnsupportedKernelError
+from cute_kernels.reference import block_attention as reference
+
+PAGES = config.SM90_PAGE_SIZES
+TOKENS = config.SM90.block_tokens
+PLAN = {
+    "block_tokens": TOKENS,
+    "item_cost": config.SM90.item_cost,
+    "min_quantum": config.SM90.min_quantum,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- work list
+def planned(lengths: list[int], starts: list[int] | None, parts: int, rows: int = 7) -> tuple[Any, Any]:
+    requests = torch.full((len(lengths), 4), -7, dtype=torch.int32)
+    boundaries = torch.full((parts + 1, 2), -7, dtype=torch.int32)
+    first = torch.tensor(starts, dtype=torch.int32) if starts else None
+    reference.plan_block_attention(
+        torch.tensor(lengths, dtype=torch.int32),
+        first,
+        requests,
+        boundaries,
+        True,
+        block_rows=rows,
+        max_context=1 << 30,
+        **PLAN,
+    )
+    return requests, boundaries
+
+
+def positions(start: int, context: int, rows: int) -> list[list[int]]:
+    """Tokens of every tile of a request, in the kernel's own words; the block's rows count down from -1."""
+    base = start // TOKENS * TOKENS
+    found = [
+        [p for p in range(first, first + TOKENS) if start <= p < start + context]
+        for first in range(base, start + context if context else base, TOKENS)
+    ]
+    return [*found, [-1 - row for row in range(rows)]]
+
+
+def items_of(requests: torch.Tensor, boundaries: torch.Tensor, rows: int) -> list[tuple[int, int, int, int, int]]:
+    """(part, request, first tile, last tile + 1, tiles of the request)."""
+    found = []
+    for part, ((first, first_tile), (last, last_tile)) in enumerate(pairwise(boundaries.tolist())):
+        for request in range(first, last + (last_tile > 0)):
+            tiles = len(positions(*requests[request, :2].tolist(), rows))
+            begin = first_tile if request == first else 0
+            found.append((part, request, begin, last_tile if request == last else tiles, tiles))
+    return found
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, 5, 16, 132, 500])
+@pytest.mark.parametrize("name", [name for name in BATCHES if name != "million"])
+def test_every_token_is_in_one_tile_and_every_piece_is_merged_once(name: str, parts: int, windowed: bool) -> None:
+    lengths = BATCHES[name]
+    starts = [(11 * i) % 90 for i in range(len(lengths))] if windowed else None
+    requests, boundaries = planned(lengths, starts, parts)
+    items = items_of(requests, boundaries, 7)
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for _, request, begin, end, tiles in items:
+        assert 0 <= begin < end <= tiles
+        spans.setdefault(request, []).append((begin, end, tiles))
+    assert sorted(spans) == list(range(len(lengths)))
+    for request, found in spans.items():
+        start = starts[request] if starts else 0
+        tokens = [t for tile in positions(*requests[request, :2].tolist(), 7) for t in tile]
+        assert tokens == [*range(start, max(start, lengths[request])), *range(-1, -8, -1)]
+        assert [begin for begin, _, _ in found] == [0, *(end for _, end, _ in found[:-1])]
+        assert found[-1][1] == found[-1][2] and len(found) == int(requests[request, 3])
+    pieces = [(r, slot_of(p, begin)) for p, r, begin, end, tiles in items if (begin, end) != (0, tiles)]
+    assert [(request, slot) for request, slots in merges_of(requests, boundaries).items() for slot in slots] == pieces
+
+
+def test_control_a_plan_of_the_other_schedule_does_not_cover_a_window() -> None:
+    """Without `aligned`, a window from 63 to 65 has one tile; with it, one on each side of 64 and the block's."""
+    requests, boundaries = planned([65], [63], 1)
+    assert items_of(requests, boundaries, 7) == [(0, 0, 0, 3, 3)]
+    lengths, starts = torch.tensor([65], dtype=torch.int32), torch.tensor([63], dtype=torch.int32)
+    reference.plan_block_attention(lengths, starts, requests, boundaries, block_rows=7, max_context=1 << 30, **PLAN)
+    assert -(-(int(requests[0, 1]) + 7) // TOKENS) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- selection
+@pytest.mark.parametrize("arch", ARCHES)
+def test_the_schedule_is_chosen_by_part_and_configuration(arch: str) -> None:
+    published = BlockAttentionConfig(C, R, 64, "bfloat16")
+    for change in ({}, {"page_size": 32}, {"page_size": 128}, {"dtype": "float16"}):
+        assert pick_schedule(replace(published, **change), arch) == ("sm90" if arch == "sm_90a" else "portable")
+    for change in ({"page_size": 16}, {"value_width": 448}, {"rotary": 16}):
+        assert pick_schedule(replace(published, **change), arch) == "portable"
+
+
+@pytest.mark.parametrize(
+    ("change", "arch", "said"),
+    [
+        ({}, "sm_80", "needs sm_90a, this is sm_80"),
+        ({"page_size": 16}, "sm_90a", "needs pages of 32, 64, 128 tokens, they have 16"),
+        ({"value_width": 448}, "sm_90a", "needs c = 512 and r = 64, they are 448 and 64"),
+        ({"dtype": "float32"}, "sm_90a", "dtype must be bfloat16 or float16"),
+    ],
+)
+def test_a_configuration_that_it_does_not_take_says_why(change: dict[str, Any], arch: str, said: str) -> None:
+    assert said in (replace(BlockAttentionConfig(C, R, 64, "bfloat16"), **change).sm90_reason(arch) or "")
+
+
+@pytest.mark.parametrize("num_sms", [78, 114, 132])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (8, 8), (8, 64), (7, 96), (16, 128), (5, 12)])
+def test_parts_fill_the_device(rows: int, heads: int, num_sms: int) -> None:
+    parts, row_tiles = num_parts(rows, heads, num_sms, config.SM90), -(-rows * heads // config.SM90.block_rows)
+    waves = -(-parts * row_tiles // num_sms)
+    assert parts >= 1 and waves <= config.MAX_WAVES
+    assert parts * row_tiles / (waves * num_sms) > 0.75
+
+
+def test_a_workspace_knows_its_schedule() -> None:
+    shape = {"max_batch": 2, "block_rows": 8, "heads": 16, "value_width": C, "device": CPU, "num_sms": 132}
+    assert BlockAttentionWorkspace.allocate(**shape).parts == 132 // 4
+    workspace = BlockAttentionWorkspace.allocate(**shape, schedule="sm90")
+    assert workspace.parts == 132 // 2
+    lengths = torch.tensor([130, 0], dtype=torch.int32)
+    plan_block_attention(lengths, workspace=workspace, max_context=1000)
+    expected = planned([130, 0], None, workspace.parts, rows=8)
+    assert torch.equal(workspace.requests, expected[0]) and torch.equal(workspace.boundaries, expected[1])
+    with pytest.raises(KernelError, match="a schedule must be one of portable, sm90, it is sm91"):
+        BlockAttentionWorkspace.allocate(**shape, schedule="sm91")
+
+
+# ------------------------------------------------------------------------------------------------------------------- gpu
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the device is not sm_90")
+    return torch.device("cuda", 0)
+
+
+def case_of(lengths: list[int], device: torch.device, **more: Any) -> dict[str, Any]:
+    return make(lengths, device=device, **{"dtype": torch.bfloat16, "page_size": 64, **more})
+
+
+def hopper(case: dict[str, Any], **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return run(case, schedule="sm90", **more)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("rows", [1, 5, 7, 8, 16])
+def test_kernel_equals_twin(device: torch.device, rows: int, page_size: int) -> None:
+    for heads in (1, 4, 8, 12, 16, 64, 96, 128):
+        case = case_of(CONTEXTS, device, rows=rows, heads=heads, page_size=page_size, seed=heads)
+        assert complaint(case, *hopper(case)) is None, heads
+
+
+@pytest.mark.gpu
+def test_control_a_wrong_tile_is_noticed(device: torch.device) -> None:
+    """The comparison must fail where one tile of 64 tokens is taken from another page."""
+    case = case_of([4096], device, rows=8, heads=8)
+    table = case["page_table"].clone()
+    table[0, 3] = table[0, 4]
+    assert complaint(case, hopper({**case, "page_table": table})[0]) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", range(1, 10))
+def test_even_and_odd_numbers_of_tiles(device: torch.device, tiles: int) -> None:
+    for lengths in ([64 * tiles - 64], [64 * tiles - 1], [64 * tiles - 63, 0, 64 * tiles - 64, 0, 0]):
+        case = case_of(lengths, device, rows=8, heads=8, seed=tiles)
+        plan = workspace(case, num_sms=1)
+        assert complaint(case, *hopper(case, plan=plan)) is None, lengths
+
+
+def workspace(case: dict[str, Any], **more: Any) -> BlockAttentionWorkspace:
+    """A plan in buffers that held poison."""
+    batch, rows, heads, _ = case["q"].shape
+    plan = BlockAttentionWorkspace.allocate(
+        max_batch=batch + 3,
+        block_rows=rows,
+        heads=heads,
+        value_width=C,
+        device=case["q"].device,
+        schedule="sm90",
+        **more,
+    )
+    for buffer in (plan.requests, plan.boundaries):
+        buffer.fill_(1 << 30)
+    for buffer in (plan.partial_out, plan.partial_lse):
+        buffer.fill_(torch.nan)
+    return plan_block_attention(case["context_len"], case["context_start"], workspace=plan, max_context=1 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_sms", [1, 7, 40, 132, 1000])
+@pytest.mark.parametrize("page_size", PAGES)
+def test_any_number_of_parts(device: torch.device, page_size: int, num_sms: int) -> None:
+    case = case_of([4096, 0, 31, 700, 24, 25], device, rows=8, heads=8, page_size=page_size)
+    assert complaint(case, *hopper(case, plan=workspace(case, num_sms=num_sms))) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize(("rows", "heads"), [(8, 64), (7, 96), (8, 8), (1, 4)])
+def test_a_long_context(device: torch.device, rows: int, heads: int, page_size: int) -> None:
+    case = case_of([200_000], device, rows=rows, heads=heads, page_size=page_size)
+    assert complaint(case, *hopper(case)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [0, 10])
+def test_a_ragged_batch_of_256(device: torch.device, shared: int) -> None:
+    lengths = [(37 * i * i) % 3000 + 32 * shared for i in range(256)]
+    case = case_of(lengths, device, rows=8, heads=16, page_size=32, shared=shared)
+    assert complaint(case, *hopper(case)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", PAGES)
+def test_fp16(device: torch.device, page_size: int) -> None:
+    case = case_of(CONTEXTS, device, rows=7, heads=12, page_size=page_size, dtype=torch.float16)
+    assert complaint(case, *hopper(case)) is None
+
+
+@pytest.mark.gpu
+def test_sharp_scores(device: torch.device) -> None:
+    case = case_of(CONTEXTS, device, rows=7, heads=12)
+    case["q"] = case["q"] * 8
+    assert complaint(case, *hopper(case)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", PAGES)
+def test_windows(device: torch.device, page_size: int) -> None:
+    starts = [0, 3, 128, 64, 1, 4000, 500, 63, 95]
+    case = case_of([0, 5, 130, 64, 4096, 4096, 70, 65, 97], device, starts=starts, rows=7, heads=12, page_size=page_size)
+    assert complaint(case, *hopper(case)) is None
+    shifted = {**case, "context_start": case["context_start"] + 1}
+    assert complaint(shifted, hopper(case)[0]) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2, 16, 132, 500])
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_device_plans_what_the_twin_plans(device: torch.device, name: str, parts: int) -> None:
+    lengths = [min(n, 150_000) for n in BATCHES[name]]
+    for starts in (None, [(11 * i) % 90 for i in range(len(lengths))]):
+        expected = planned(lengths, starts, parts, rows=8)
+        plan = BlockAttentionWorkspace.allocate(
+            max_batch=1000, block_rows=8, heads=8, value_width=C, device=device, num_sms=parts, schedule="sm90"
+        )
+        assert plan.parts == parts
+        plan_block_attention(
+            torch.tensor(lengths, dtype=torch.int32, device=device),
+            torch.tensor(starts, dtype=torch.int32, device=device) if starts else None,
+            workspace=plan,
+            max_context=150_000,
+        )
+        assert torch.equal(plan.requests[: len(lengths)].cpu(), expected[0])
+        assert torch.equal(plan.boundaries.cpu(), expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", PAGES)
+def test_poison_that_is_not_read_changes_nothing(device: torch.device, page_size: int) -> None:
+    starts = [0, 2, 70, 63, 100]
+    case = case_of([0, 5, 130, 64, 1000], device, starts=starts, rows=7, heads=8, page_size=page_size)
+    clean = {**case, "pages": case["pages"].nan_to_num(0.0)}
+    clean["page_table"] = case["page_table"].clamp(0, case["pages"].shape[0] - 1)
+    before = {name: case[name].clone() for name in ("q", "block_latents", "pages", "page_table")}
+    for found, expected in zip(hopper(case), hopper(clean), strict=True):
+        assert torch.equal(found, expected)
+    for name, tensor in before.items():
+        assert torch.equal(case[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", PAGES)
+def test_a_live_page_that_does_not_exist_reads_as_zeros(device: torch.device, page_size: int) -> None:
+    case = case_of([400, 64], device, rows=7, heads=8, page_size=page_size)
+    zeroed = case["pages"].clone()
+    zeroed[case["page_table"][0, 1].long()] = 0.0
+    for page in (-1, -(2**31), case["pages"].shape[0], 2**31 - 1):
+        table = case["page_table"].clone()
+        table[0, 1] = page
+        assert torch.equal(hopper({**case, "page_table": table})[0], hopper({**case, "pages": zeroed})[0])
+
+
+@pytest.mark.gpu
+def test_a_length_past_the_table_is_clamped(device: torch.device) -> None:
+    case = case_of([32, 40], device, rows=7, heads=8, page_size=32)
+    case["page_table"] = case["page_table"][:, :2].contiguous()
+    beyond = {**case, "context_len": torch.tensor([32, 10**6], dtype=torch.int32, device=device)}
+    case["context_len"][1] = 64
+    case["pages"] = beyond["pages"] = case["pages"].nan_to_num(0.5)
+    for found, expected in zip(hopper(beyond), hopper(case), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7])
+def test_strided_operands(device: torch.device, rows: int) -> None:
+    case = case_of([0, 5, 300], device, rows=rows, heads=8, page_size=32)
+    num_pages, width = case["pages"].shape[0], C + R
+    options = {"dtype": torch.bfloat16, "device": device}
+    strided = {
+        "q": torch.full((4, rows, 8, width + 16), torch.nan, **options)[1:, :, :, 8 : 8 + width],
+        "block_latents": torch.full((3, rows + 2, 2, width), torch.nan, **options)[:, 2:, 1],
+        "pages": torch.full((num_pages, 5, 32, width), torch.nan, **options)[:, 3],
+    }
+    for name, view in strided.items():
+        view.copy_(case[name])
+    for found, expected in zip(hopper({**case, **strided}), hopper(case), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("empty", ["batch", "table", "pool"])
+def test_empty_operands(device: torch.device, empty: str) -> None:
+    case = case_of([0, 0], device, rows=7, heads=8)
+    if empty == "batch":
+        sliced = {name: case[name][:0] for name in ("q", "block_latents", "page_table", "context_len")}
+        assert hopper({**case, **sliced})[0].shape == (0, 7, 8, C)
+        return
+    case.update({"page_table": case["page_table"][:, :0]} if empty == "table" else {"pages": case["pages"][:0]})
+    assert complaint(case, *hopper(case)) is None
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_changed_lengths(device: torch.device) -> None:
+    case = case_of([4000, 0, 65, 1], device, starts=[0, 0, 0, 0], rows=7, heads=8)
+    plan = workspace(case)
+    out, lse = torch.empty(4, 7, 8, C, dtype=torch.bfloat16, device=device), torch.empty(4, 7, 8, device=device)
+
+    def step() -> None:
+        plan_block_attention(case["context_len"], case["context_start"], workspace=plan, max_context=1 << 20)
+        block_attention(**case, plan=plan, out=out, lse=lse)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lengths, starts in (([4000, 0, 65, 1], [0] * 4), ([0, 0, 0, 0], [0] * 4), ([3900, 0, 64, 1], [3000, 0, 63, 0])):
+        case["context_len"].copy_(torch.tensor(lengths))
+        case["context_start"].copy_(torch.tensor(starts))
+        for tensor in (out, lse, plan.partial_out, plan.partial_lse):
+            tensor.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert complaint(case, out, lse) is None, lengths
+
+
+@pytest.mark.gpu
+def test_runs_agree_to_the_bit(device: torch.device) -> None:
+    case = case_of([4096, 0, 700, 65], device, rows=8, heads=64)
+    first = hopper(case)
+    for _ in range(20):
+        for found, expected in zip(hopper(case), first, strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_the_schedules_agree_and_the_fastest_is_the_default(device: torch.device) -> None:
+    case = case_of([1000, 65], device, rows=8, heads=16)
+    for found, expected in zip(run(case), hopper(case), strict=True):
+        assert torch.equal(found, expected)
+    assert complaint(case, *run(case, schedule="portable")) is None
+
+
+@pytest.mark.gpu
+def test_a_plan_of_another_schedule_or_an_illegal_page_is_refused(device: torch.device) -> None:
+    case = case_of([100], device, rows=7, heads=3)
+    with pytest.raises(KernelError, match="a plan for the portable schedule is required, it is for sm90"):
+        run(case, plan=workspace(case), schedule="portable")
+    small = case_of([100], device, rows=7, heads=3, page_size=16)
+    with pytest.raises(UnsupportedKernelError, match="needs pages of 32, 64, 128 tokens, they have 16"):
+        hopper(small)
+    assert complaint(small, *run(small)) is None
+
+
+def test_the_yardstick_is_the_portable_schedules() -> None:
+    """Shared helpers must be the very ones of the portable tests, or the two schedules are judged differently."""
+    assert complaint is portable.complaint and math.isclose(portable.SCALE, 192**-0.5)
