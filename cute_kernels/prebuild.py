@@ -10,9 +10,9 @@ from typing import Any
 
 from cute_kernels import add_rms_norm, cache, context_append, markov_chain, query_rope
 from cute_kernels.arch import ARCHES
-from cute_kernels.block_attention import combine, plan, portable
+from cute_kernels.block_attention import combine, plan, portable, sm90
 from cute_kernels.block_attention.config import NAME as BLOCK_ATTENTION
-from cute_kernels.block_attention.config import BlockAttentionConfig
+from cute_kernels.block_attention.config import SCHEDULES, SM90, BlockAttentionConfig, pick_schedule
 from cute_kernels.errors import KernelError
 from cute_kernels.support import toolkit_reason
 
@@ -49,22 +49,27 @@ class Task:
 
     def build(self, arch: str) -> Any:
         """The compiler's object."""
-        return self.compile(arch) if self.config is None else self.compile(self.config, arch)
+        return self.compile(self.config, arch)
 
 
-def tasks(deployment: Deployment) -> list[Task]:
-    """Everything that a drafter of this deployment may launch."""
+def tasks(deployment: Deployment, arch: str) -> list[Task]:
+    """Everything that a drafter of this deployment may launch on an architecture."""
     c, r, dtype, rank = deployment.latent, deployment.rotary, deployment.dtype, deployment.markov_rank
     found = [
-        Task(plan.PLAN, None, plan.compile_for),
         Task(combine.COMBINE, combine.CombineConfig(c, dtype), combine.compile_for),
         Task(query_rope.NAME, query_rope.QueryRopeConfig(r, dtype), query_rope.compile_for),
     ]
     for size, residual in deployment.norms:
         norm = add_rms_norm.AddRMSNormConfig(size, dtype, residual)
         found.append(Task(add_rms_norm.NAME, norm, add_rms_norm.compile_for))
-    for page_size in deployment.page_sizes:
-        found.append(Task(BLOCK_ATTENTION, BlockAttentionConfig(c, r, page_size, dtype), portable.compile_for))
+    attentions = [BlockAttentionConfig(c, r, page_size, dtype) for page_size in deployment.page_sizes]
+    for schedule in sorted({pick_schedule(attention, arch) for attention in attentions}):
+        found.append(Task(plan.PLAN, SCHEDULES[schedule], plan.compile_for))
+    for attention in attentions:
+        if pick_schedule(attention, arch) == SM90.name:
+            found.append(Task(f"{BLOCK_ATTENTION}_{SM90.name}", attention, sm90.compile_for))
+        else:
+            found.append(Task(BLOCK_ATTENTION, attention, portable.compile_for))
     for page_size in sorted({*deployment.page_sizes, SCRATCH_PAGE}):
         append = context_append.ContextAppendConfig(c, r, page_size, dtype)
         found.append(Task(context_append.NAME, append, context_append.compile_for))
@@ -92,12 +97,12 @@ def build(deployment: Deployment, arches: Iterable[str], folder: Path, jobs: int
     why = toolkit_reason()
     if why is not None:
         raise KernelError(f"cute_kernels: the compiler is required to build kernels; {why}.")
-    for task in tasks(deployment):
-        why = task.config.reason() if task.config is not None and hasattr(task.config, "reason") else None
+    for task in (task for arch in arches for task in tasks(deployment, arch)):
+        why = task.config.reason() if hasattr(task.config, "reason") else None
         if why is not None:
             raise KernelError(f"cute_kernels: {task.kernel} cannot be built; {why}. Change the deployment.")
     folder.mkdir(parents=True, exist_ok=True)
-    work = [(task, arch, folder) for arch in arches for task in tasks(deployment)]
+    work = [(task, arch, folder) for arch in arches for task in tasks(deployment, arch)]
     jobs = min(jobs or os.cpu_count() or 1, MAX_JOBS, len(work))
     if jobs < 2:
         return [_build_one(item) for item in work]

@@ -8,6 +8,7 @@ and its pieces are merged by `combine`. The twin in `cute_kernels.reference.bloc
 from typing import Any
 
 from cute_kernels.block_attention.config import Schedule
+from cute_kernels.support import smem_allocator
 
 PLAN = "block_attention_plan"
 PLAN_THREADS = 256
@@ -16,7 +17,7 @@ PLAN_THREADS = 256
 def kernel_class() -> type:
     """The kernel; imports the compiler."""
     import cutlass
-    from cutlass import Int32, cute, utils
+    from cutlass import Int32, cute
 
     class BlockAttentionPlan:
         def __init__(self, schedule: Schedule) -> None:
@@ -63,7 +64,7 @@ def kernel_class() -> type:
         ):
             tidx, _, _ = cute.arch.thread_idx()
             batch, parts = mLength.shape[0], mBoundaries.shape[0] - 1
-            sEnd = utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout((PLAN_THREADS,)), byte_alignment=16)
+            sEnd = smem_allocator().allocate_tensor(Int32, cute.make_layout((PLAN_THREADS,)), byte_alignment=16)
             per_thread = (batch + PLAN_THREADS - 1) // PLAN_THREADS
             first = tidx * per_thread
             last = first + per_thread

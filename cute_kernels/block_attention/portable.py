@@ -25,12 +25,13 @@ from cute_kernels.block_attention.config import (
     BlockAttentionConfig,
 )
 from cute_kernels.errors import UnsupportedKernelError
+from cute_kernels.support import smem_allocator
 
 
 def kernel_class() -> type:
     """The kernel; imports the compiler."""
     import cutlass
-    from cutlass import Boolean, Float32, Int32, Int64, cute, utils
+    from cutlass import Boolean, Float32, Int32, Int64, cute
     from cutlass.cute.nvgpu import cpasync, warp
 
     class BlockAttentionPortable:
@@ -164,7 +165,7 @@ def kernel_class() -> type:
         ):
             tidx, _, _ = cute.arch.thread_idx()
             row_tile, part, _ = cute.arch.block_idx()
-            shared = utils.SmemAllocator().allocate(self.Shared)
+            shared = smem_allocator().allocate(self.Shared)
             sK = shared.tokens.get_tensor(layout_k)
             sS = shared.scores.get_tensor(
                 cute.make_layout((BLOCK_M, BLOCK_N, WARPS_K), stride=(SCORE_PITCH, 1, BLOCK_M * SCORE_PITCH))

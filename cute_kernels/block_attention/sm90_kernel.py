@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute, utils
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -11,6 +11,7 @@ from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK, BlockAttentionConfig
 from cute_kernels.block_attention.sm90_roles import HALF, THREADS, aim, fetch_queries, finish, left, right, score
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, LOWEST, RIGHT
+from cute_kernels.support import smem_allocator
 
 
 class BlockAttentionSm90:
@@ -129,7 +130,7 @@ class BlockAttentionSm90:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group, warp_of_group, thread = warp_index // 4, warp_index % 4, tidx % 128
         row = (thread // 32) * 16 + (thread % 32) // 4  # of the thread's two rows of a tile the first; the other is 8 below
-        shared = utils.SmemAllocator().allocate(self.Shared)
+        shared = smem_allocator().allocate(self.Shared)
         sQ = shared.queries.get_tensor(layout_q.outer, swizzle=layout_q.inner)
         sK = shared.tokens.get_tensor(layout_k.outer, swizzle=layout_k.inner)
         sP0 = shared.weights.get_tensor(layout_p.outer, swizzle=layout_p.inner)

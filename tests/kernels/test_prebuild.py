@@ -37,11 +37,11 @@ def never() -> object:
 
 def test_every_kernel_is_loaded_and_none_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where a key depends on where or when a kernel was built. Controls: another architecture, another dtype."""
-    assert len(list(folder.glob("*.o"))) == len(tasks(SMALL)) == COUNT
+    assert len(list(folder.glob("*.o"))) == len(tasks(SMALL, "sm_90a")) == COUNT
     monkeypatch.setenv("CUTE_KERNELS_AOT_DIR", str(folder))
-    for task in tasks(SMALL):
+    for task in tasks(SMALL, "sm_90a"):
         assert callable(cache.compiled(task.kernel, task.config, "sm_90a", never))
-    task = tasks(SMALL)[1]
+    task = tasks(SMALL, "sm_90a")[0]
     with pytest.raises(KernelError, match="compiled"):
         cache.compiled(task.kernel, task.config, "sm_80", never)
     monkeypatch.delenv("CUTE_KERNELS_AOT_DIR")
@@ -89,7 +89,7 @@ def test_the_tasks_are_what_launches_look_up(monkeypatch: pytest.MonkeyPatch) ->
     for size, residual in ((256, True), (256, False), (128, False)):
         x = torch.zeros(4, size, dtype=bf16)
         add_rms_norm.add_rms_norm(x, x[0], 1e-5, x if residual else None)
-    listed = {(task.kernel, task.config) for task in tasks(SMALL)}
+    listed = {(task.kernel, task.config) for task in tasks(SMALL, "sm_90a")}
     assert len(asked) >= COUNT and set(asked) == listed
 
 
@@ -103,7 +103,7 @@ def test_building_again_compiles_nothing(folder: Path, monkeypatch: pytest.Monke
 def test_an_entry_names_what_it_is(folder: Path) -> None:
     facts = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     assert {fact["arch"] for fact in facts} == {"sm_90a"} and all(fact["nvidia-cutlass-dsl"] for fact in facts)
-    assert {fact["kernel"] for fact in facts} == {task.kernel for task in tasks(SMALL)}
+    assert {fact["kernel"] for fact in facts} == {task.kernel for task in tasks(SMALL, "sm_90a")}
 
 
 @pytest.mark.parametrize(
@@ -124,3 +124,12 @@ def test_bad_input_is_one_line(options: list[str], words: str, tmp_path: Path, c
     printed = capsys.readouterr().err
     assert re.search(words, printed) and printed.count("\n") == 1
     assert not list((tmp_path / "out").glob("*.o"))
+
+
+def test_hopper_gets_its_own_schedule_where_that_takes_the_draft() -> None:
+    """Fails where a part loads kernels that its launches do not look up, or compiles at the first step."""
+    k3 = Deployment(512, 64, ((7168, True),), (16, 64), "bfloat16", 0, ())
+    named = {arch: [task.kernel for task in tasks(k3, arch)] for arch in ("sm_90a", "sm_80")}
+    assert named["sm_90a"].count("block_attention_sm90") == named["sm_90a"].count("block_attention") == 1
+    assert named["sm_80"].count("block_attention") == 2 and "block_attention_sm90" not in named["sm_80"]
+    assert named["sm_90a"].count("block_attention_plan") == 2 and named["sm_80"].count("block_attention_plan") == 1

@@ -12,7 +12,7 @@ from cute_kernels.block_attention import (
     block_attention,
     plan_block_attention,
 )
-from cute_kernels.block_attention.config import shape_reason
+from cute_kernels.block_attention.config import pick_schedule, shape_reason
 from cute_kernels.context_append import ContextAppendConfig, context_append
 from cute_kernels.markov_chain import MarkovChainConfig, markov_chain
 from cute_kernels.prebuild import SCRATCH_PAGE
@@ -52,7 +52,7 @@ class _SharedWorkspaces:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int, int, torch.device], list[BlockAttentionWorkspace]] = {}
+        self._made: dict[tuple[int, int, int, str, torch.device], list[BlockAttentionWorkspace]] = {}
 
     def plan(
         self,
@@ -62,10 +62,14 @@ class _SharedWorkspaces:
         block_rows: int,
         heads: int,
         value_width: int,
-        max_context: int,
+        pages: torch.Tensor,
+        page_table: torch.Tensor,
     ) -> BlockAttentionWorkspace:
         batch, device = context_len.numel(), context_len.device
-        made = self._made.setdefault((block_rows, heads, value_width, device), [])
+        dtype, page_size = str(pages.dtype).removeprefix("torch."), pages.shape[1]
+        config = BlockAttentionConfig(value_width, pages.shape[2] - value_width, page_size, dtype)
+        schedule = pick_schedule(config, support.arch_name(device))
+        made = self._made.setdefault((block_rows, heads, value_width, schedule, device), [])
         found = next((workspace for workspace in made if workspace.max_batch >= batch), None)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
@@ -79,8 +83,10 @@ class _SharedWorkspaces:
                 heads=heads,
                 value_width=value_width,
                 device=device,
+                schedule=schedule,
             )
             made.append(found)
+        max_context = page_table.shape[1] * page_size
         return plan_block_attention(context_len, context_start, workspace=found, max_context=max_context)
 
 

@@ -72,7 +72,10 @@ class BlockAttention(Protocol):
 
 
 class Planner(Protocol):
-    """Work that all layers of a step share, done once before them: (lengths, starts) [B] int32 -> an opaque plan."""
+    """Work that all layers of a step share, done once before them: (lengths, starts) [B] int32 -> an opaque plan.
+
+    block_rows: S. heads: H. value_width: c. pages: any layer's view. page_table: [B, max_pages].
+    """
 
     def __call__(
         self,
@@ -82,7 +85,8 @@ class Planner(Protocol):
         block_rows: int,
         heads: int,
         value_width: int,
-        max_context: int,
+        pages: torch.Tensor,
+        page_table: torch.Tensor,
     ) -> object: ...
 
 
@@ -93,7 +97,8 @@ def no_plan(
     block_rows: int,
     heads: int,
     value_width: int,
-    max_context: int,
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
 ) -> None:
     """Of a backend whose layers share nothing."""
 

@@ -225,7 +225,8 @@ def _run(operations: Operations, case: dict[str, Any]) -> torch.Tensor:
         block_rows=case["q"].shape[1],
         heads=case["q"].shape[2],
         value_width=case["value_width"],
-        max_context=case["page_table"].shape[1] * case["pages"].shape[1],
+        pages=case["pages"],
+        page_table=case["page_table"],
     )
     return operations.block_attention(**case, plan=plan)
 

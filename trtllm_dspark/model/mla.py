@@ -217,7 +217,8 @@ class MLADSparkForCausalLM(HostWorkerContract):
             block_rows=embeddings.shape[1],
             heads=cast(MLALayer, self.layers[0]).self_attn.heads,
             value_width=latent,
-            max_context=page_table.shape[1] * pages[0].shape[1],
+            pages=pages[0],
+            page_table=page_table,
         )
 
         def attend(layer: int, q: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
