@@ -9,7 +9,7 @@ from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.version import __version__
 
 # command -> module in trtllm_dspark.commands
-COMMANDS = {"generate": "generate", "eval": "evaluate", "inspect": "inspect", "budget": "budget"}
+COMMANDS = {"generate": "generate", "eval": "evaluate", "inspect": "inspect", "budget": "budget", "doctor": "doctor"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
     budget.add_argument("--host-gib", type=float, metavar="H", help="a host tier of one rank, for pages of both pools")
     budget.add_argument("--plot", metavar="FILE.png", help="draw the comparison; needs matplotlib")
     budget.add_argument("--json", action="store_true", help="print JSON")
+
+    doctor = commands.add_parser("doctor", help="what happens with the TensorRT-LLM of this machine, or with a serving YAML")
+    doctor.add_argument("--config", metavar="FILE", help="check this YAML instead; tensorrt_llm is not imported")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

@@ -237,6 +237,17 @@ def test_a_spawned_interpreter_registers(environment):
     )
 
 
+def test_on_the_stand_in_host_it_is_active(environment, packages):
+    """The hook, the wheel and the host's registry together: our builder serves DSPARK in a process told nothing."""
+    code = """
+import tensorrt_llm._torch.models.modeling_utils as modeling
+from trtllm_dspark.plugin import outcome
+print(outcome().state, *(builder.__module__ for builder in modeling.DRAFT_MODEL_BUILDER_MAPPING.values()))
+"""
+    host = {**environment, "host": packages("1.3.0rc28")}
+    assert run_in(host, environment["python"], "-c", code) == "active trtllm_dspark.plugin.builder\n"
+
+
 def test_with_the_kill_switch_it_does_not(environment):
     """The control of the test above: the same process, and register() was never called."""
     command = [environment["python"], "-c", "import say_outcome; print(say_outcome.say())"]
@@ -282,3 +293,22 @@ def test_both_processes_of_an_mpi_launch_register(environment):
     assert size == "2" and len(lines) == 2
     for line in lines:
         assert_registered(environment, line)
+
+
+def test_custom_module_dirs_registers_in_the_process_that_imports_it(environment):
+    """TensorRT-LLM's option: the folder's parent goes first on sys.path, the folder is imported by its last name.
+
+    The control is the parent's content: a second importable name there would shadow one of the host's.
+    """
+    code = """
+import importlib, json, sys
+from trtllm_dspark.plugin import outcome
+from trtllm_dspark.plugin.custom_modules import FOLDER
+assert outcome() is None
+sys.path.insert(0, str(FOLDER.parent))
+module = importlib.import_module(FOLDER.name)
+print(json.dumps([outcome().host_version, module.RayWorkerExtension.__name__, sorted(p.name for p in FOLDER.parent.iterdir())]))
+"""
+    version, extension, names = json.loads(run_in(environment, environment["python"], "-c", code, TRTLLM_DSPARK_DISABLE="0"))
+    assert version == "1.3.0rc27" and extension == "RayWorkerExtension"
+    assert set(names) - {"__pycache__", "__init__.py"} == {"trtllm_dspark_register"}
