@@ -78,7 +78,7 @@ def _ours(model_config: Any, draft_config: Any) -> Any:
     config.check_num_drafts(spec_config.max_draft_len)
     _check_target(config, model_config)
     _check_parallel(mapping)
-    if kv_charge.is_fp8(draft_config) and (why := kv_charge.ensure()) is not None:
+    if kv_charge.is_quantised(draft_config) and (why := kv_charge.ensure()) is not None:
         raise DSparkError(
             f"{WHO}: with a quantised target KV cache the draft pool must be charged at the draft's dtype, and {why}. "
             "Set kv_cache_config.dtype: auto, or upgrade tensorrt_llm."

@@ -14,7 +14,13 @@ INSTALL = "Install NVIDIA's tensorrt_llm in this environment; all but serving wo
 REPAIR = "Repair the installation; `python -c 'import tensorrt_llm'` shows the same."
 DOCTOR = "Run `trtllm-dspark doctor` and report what it prints."
 UPGRADE = f"Upgrade tensorrt_llm to {MINIMUM} or later."
-NEW_WITH_STANDALONE = ("draft-model registry", "draft-model table", "speculation mode", "standalone worker")
+NEW_WITH_STANDALONE = (
+    "draft-model registry",
+    "draft-model table",
+    "draft-model dispatch",
+    "speculation mode",
+    "standalone worker",
+)
 NATIVE_RUNS_ON = ("10.0", "10.3")  # what FlashInfer's MLA decode of the host's drafter is built for
 
 
@@ -70,7 +76,7 @@ def _import_failure(host: HostSource) -> str | None:
 def _verdict(host: HostSource, hook: Hook) -> HookVerdict:
     found = host.find_any(hook)
     if found is None:
-        detail = f"{hook.places[0]} is not in tensorrt_llm {host.version}. {_remedy(hook)}"
+        detail = f"{' or '.join(hook.places)} is not in tensorrt_llm {host.version}. {_remedy(hook)}"
         return HookVerdict(hook.name, hook.places[0], "not found", detail)
     missing = found.missing(hook.parameters)
     if missing:
@@ -78,7 +84,8 @@ def _verdict(host: HostSource, hook: Hook) -> HookVerdict:
         return HookVerdict(hook.name, found.place, "changed", detail)
     if hook.host_has_it and found.place == hook.places[0]:
         return HookVerdict(hook.name, found.place, "not needed", f"{found.place}: the host does it itself.")
-    return HookVerdict(hook.name, found.place, "would apply", f"{hook.doing}.")
+    instead = f"{hook.places[0]} is not there: " if hook.host_has_it else ""
+    return HookVerdict(hook.name, found.place, "would apply", f"{instead}{hook.doing}.")
 
 
 def _remedy(hook: Hook) -> str:
@@ -139,10 +146,18 @@ def _why_ours(host: HostSource, diagnoses: tuple[Diagnosis, ...], prefer: str) -
 
 
 def _gpu() -> str | None:
-    """Compute capability of the current device, None without one."""
-    import torch
+    """Compute capability of this machine's first GPU, None without one.
 
-    if not torch.cuda.is_available():
+    From the driver's management library, which the host depends on: asking CUDA would start it, in a process that may fork
+    or choose its device yet.
+    """
+    try:
+        pynvml = importlib.import_module("pynvml")
+        pynvml.nvmlInit()
+        try:
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0))
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # no library, no driver, no GPU: its own error classes
         return None
-    major, minor = torch.cuda.get_device_capability()
     return f"{major}.{minor}"

@@ -61,7 +61,7 @@ class HostedMLADSpark(MLADSparkForCausalLM):
 
     def load_weights_from_target_model(self, target_model: Any) -> None:
         """Share the target's head, and put our worker in the place of the target's."""
-        from trtllm_dspark.plugin.worker import replace_worker
+        from trtllm_dspark.plugin.replacement import replace_worker
 
         super().load_weights_from_target_model(target_model)
         replace_worker(target_model, self, self.fixes)

@@ -46,8 +46,8 @@ def ensure() -> str | None:
     return None
 
 
-def is_fp8(draft_config: Any) -> bool:
-    """Whether the target's stamp is on it. No stamp, or one of the draft's own width, is no harm."""
+def is_quantised(draft_config: Any) -> bool:
+    """Whether the target's KV cache is quantised: its stamp is on the draft's config."""
     return getattr(getattr(draft_config, "quant_config", None), "kv_cache_quant_algo", None) is not None
 
 

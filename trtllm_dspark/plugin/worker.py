@@ -9,7 +9,6 @@ Source: NVIDIA/TensorRT-LLM `_torch/speculative/dflash.py` at 00679c66 and `dspa
 
 import logging
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from trtllm_dspark.plugin.dummies import is_dummy
 from trtllm_dspark.plugin.faults import DEVICE_ACCEPTANCE, FIRST_DRAFTS
 from trtllm_dspark.plugin.host_context import HostContext
 from trtllm_dspark.plugin.manager import DraftPages, layout_of
+from trtllm_dspark.plugin.step_metadata import HostedMetadata, adopt
 from trtllm_dspark.stats import AcceptanceCounter
 
 log = logging.getLogger("trtllm_dspark.plugin")
@@ -28,7 +28,7 @@ WHO = "DSpark worker"
 
 
 class HostedWorker:
-    """Mixed in before the stock class by `hosted`."""
+    """Mixed in before the stock class by `replacement.hosted`."""
 
     # of the stock class
     max_draft_len: int
@@ -268,63 +268,3 @@ class HostedWorker:
 
 def _send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
-class HostedMetadata:
-    """Mixed in before the class of a step's metadata: its `prepare` also prepares our worker."""
-
-    _trtllm_dspark_worker: HostedWorker
-    request_ids: list[int] | None
-
-    def prepare(self) -> None:
-        super().prepare()  # type: ignore[misc]
-        self._trtllm_dspark_worker.begin_step(list(self.request_ids or []))
-
-
-@cache
-def _hosted_metadata(stock: type) -> type:
-    return type(f"Hosted{stock.__name__}", (HostedMetadata, stock), {"__module__": __name__})
-
-
-def adopt(spec_metadata: Any, worker: HostedWorker) -> None:
-    """Make this metadata object, and the copies that graphs are captured with, prepare our worker before each step."""
-    spec_metadata._trtllm_dspark_worker = worker
-    stock: type = type(spec_metadata)
-    spec_metadata.__class__ = _hosted_metadata(stock)
-
-
-@cache
-def hosted(stock: type, fixes: frozenset[str]) -> type:
-    """Our worker class over the installed stock class, with these of `faults.FIXES`."""
-    members = {"__module__": __name__, "__doc__": HostedWorker.__doc__, "fixes": fixes}
-    return type("HostedDSparkWorker", (HostedWorker, stock), members)
-
-
-def replace_worker(target: Any, drafter: Any, fixes: frozenset[str]) -> Any:
-    """Put our worker in the place of the target's stock one; its entry in the epilogue too.
-
-    Args:
-        target: the host's SpecDecOneEngineForCausalLM, built. drafter: ours. fixes: needed on this host.
-    Returns:
-        our worker, or the stock one where nothing needs fixing.
-    Raises:
-        DSparkError: the target has no worker of the standalone kind.
-    """
-    stock = getattr(target, "spec_worker", None)
-    if isinstance(stock, HostedWorker) or not fixes:
-        return stock
-    if not any(base.__name__ == "DFlashWorker" for base in type(stock).__mro__):
-        raise DSparkError(
-            f"{WHO}: the target must have a standalone DSpark worker, {type(target).__name__} has {type(stock).__name__}. "
-            "Run `trtllm-dspark doctor` and report what it prints."
-        )
-    kind: type = type(stock)
-    ours = hosted(kind, fixes)(stock.spec_config, stock.mapping, stock.use_separate_draft_kv_cache)
-    ours.guided_decoder = stock.guided_decoder
-    ours.set_draft_model(drafter)
-    ours.take_drafter(drafter)
-    target.spec_worker = ours
-    for index, module in enumerate(target.epilogue):
-        if module is stock:
-            target.epilogue[index] = ours
-    return ours

@@ -35,8 +35,8 @@ def build(
     """Write the package `tensorrt_llm` into a folder, and return the folder.
 
     Args:
-        version: of VERSIONS. rows: the contract. drop: a symbol to leave out. rename: one whose first recorded parameter
-            gets another name, its body with it.
+        version: of VERSIONS. rows: the contract. drop: a symbol to leave out, with what is in it. rename: one whose last
+            recorded parameter gets another name, its body with it.
     """
     rows = contract() if rows is None else rows
     for source in sorted((HERE / "tree").rglob("*.py.in")):
@@ -45,7 +45,7 @@ def build(
         tree = ast.parse(_preprocessed(source.read_text(), version))
         for row in (row for row in rows if row["symbol"].split(":")[0] == module):
             attribute = row["symbol"].split(":")[1]
-            if not at(version, row) or row["symbol"] == drop:
+            if not at(version, row) or (drop and f"{row['symbol']}.".startswith(f"{drop}.")):
                 _cut(tree, attribute)
                 continue
             node = _node(tree, attribute)
