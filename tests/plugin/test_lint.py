@@ -231,6 +231,7 @@ def test_c13_a_draft_step_has_to_fit_the_token_budget(lint):
     assert lint(changed("max_num_tokens: 64", "max_num_tokens: 63")) == ["error 3 max_num_tokens"]
     assert "8 x (max_draft_len 7 + 1) = 64 is required, 63 came" in lint.full[0].message
     assert "max_batch_size to 7" in lint.full[0].fix
+    assert lint(changed("max_num_tokens: 64", "max_num_tokens: '63'")) == ["error 3 max_num_tokens"]  # pydantic reads it
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ def test_c02_the_draft_length_is_the_blocks(lint, drafts, says):
     assert says in lint.full[0].message
 
 
-@pytest.mark.parametrize("value", ("0", "-1", "null"))
+@pytest.mark.parametrize("value", ("0", "-1", "null", "'-1'", "0.0"))
 def test_a_draft_length_is_required(lint, value):
     """DSpark has no default."""
     assert lint(changed("max_draft_len: 7", f"max_draft_len: {value}")) == ["error 10 speculative_config.max_draft_len"]

@@ -172,7 +172,12 @@ def _attention(draft: DraftConfig | None) -> dict[str, Any]:
         choice = resolve_backend(draft or KIMI_K3, device, requested, owner="doctor")
     except DSparkError as error:
         return {**found, "backend": None, "passed_over": [], "reason": str(error)}
-    return {**found, "backend": choice.name, "passed_over": [list(pair) for pair in choice.passed_over], "reason": str(choice)}
+    return {
+        **found,
+        "backend": choice.name,
+        "passed_over": [list(pair) for pair in choice.passed_over],
+        "reason": str(choice).removeprefix("attention backend "),
+    }
 
 
 def _value(setting: settings.Setting) -> str:
@@ -192,7 +197,7 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     table.add_row(
         "device", device["name"] + (f", {device['capability']}, {device['count']} seen" if device["capability"] else "")
     )
-    table.add_row("attention", f"{attention['reason']}, for {attention['draft']} ({attention['requested']} asked)")
+    table.add_row("attention", f"{attention['reason']}, for {attention['draft']}, {attention['requested']} asked")
     table.add_row(".pth hook", report["autoload"]["says"] + ".")
     for name, value in report["settings"].items():
         table.add_row(name, value or "not set")

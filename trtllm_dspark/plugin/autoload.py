@@ -11,6 +11,7 @@ load the package's parents at every start of Python. So it imports nothing that 
 
 import os
 import sys
+from _thread import get_ident  # threading would be an import
 
 TYPE_CHECKING = False  # typing itself would be an import
 if TYPE_CHECKING:
@@ -30,19 +31,28 @@ class HostWatcher:
 
     def __init__(self) -> None:
         self.importing: list[str] = []  # host modules being executed, of all threads
+        self._asking: set[tuple[int, str]] = set()  # thread, and the name that it is asking the other finders for
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
         """The spec that the finders behind this one give, its loader wrapped. None for any other package."""
-        if name != HOST and not name.startswith(HOST + "."):
-            return None
+        question = (get_ident(), name)
+        if question in self._asking or (name != HOST and not name.startswith(HOST + ".")):
+            return None  # the former: another finder like this one asks us in its turn
+        self._asking.add(question)
+        try:
+            spec = self._others(name, path, target)
+        finally:
+            self._asking.discard(question)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment] # all of a loader that is asked for
+        return spec
+
+    def _others(self, name: str, path: "Any", target: "Any") -> "ModuleSpec | None":
         for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment] # all of a loader that is asked for
-                return spec
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
         return None
 
     def finished(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.plugin.lint.document import Document, Key
-from trtllm_dspark.plugin.lint.schema import schema
+from trtllm_dspark.plugin.lint.schema import as_number, schema
 
 SERVERS = {"context_servers": "context", "generation_servers": "generation"}
 NAMES_ONLY = {"model", "backend"}  # what the proxy itself uses of a server's keys
@@ -37,6 +37,11 @@ class Deployment:
         """A setting, None where there is none."""
         value = self.document.get(*self.place, *place)
         return self.document.get(*place) if value is None and self.place else value
+
+    def integer(self, *place: Hashable) -> int | None:
+        """A setting that TensorRT-LLM would read as an integer; None where there is none, or where it would not."""
+        value = as_number(self.get(*place))
+        return None if isinstance(value, bool) or value is None or value != value // 1 else int(value)
 
     def line(self, *place: Hashable) -> int:
         """Its line in the file."""
@@ -73,8 +78,8 @@ class Deployment:
     @property
     def num_drafts(self) -> int | None:
         """`max_draft_len` where it is a positive integer."""
-        value = self.get("speculative_config", "max_draft_len")
-        return value if type(value) is int and value > 0 else None
+        value = self.integer("speculative_config", "max_draft_len")
+        return value if value is not None and value > 0 else None
 
     @cached_property
     def draft(self) -> DraftConfig | DSparkError | None:

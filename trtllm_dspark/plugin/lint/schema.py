@@ -143,7 +143,7 @@ def _wrong_kind(value: Any, kind: str) -> str | None:
     optional, kind = kind.endswith("?"), kind.rstrip("?")
     if value is None:
         return None if optional or kind == "any" else "null"
-    number = _number(value)
+    number = as_number(value)
     fits = {
         "any": True,
         "bool": isinstance(value, bool) or value in (0, 1) or (isinstance(value, str) and value.lower() in BOOLEAN_WORDS),
@@ -156,7 +156,7 @@ def _wrong_kind(value: Any, kind: str) -> str | None:
     return None if fits[kind] else repr(value)
 
 
-def _number(value: Any) -> int | float | None:
+def as_number(value: Any) -> int | float | None:
     """A number, or a string that spells one."""
     if isinstance(value, int | float):
         return value

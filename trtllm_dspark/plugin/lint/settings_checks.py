@@ -57,7 +57,7 @@ def decoding_type_is_given(server: Deployment) -> Iterator[Finding]:
 def draft_length_is_given(server: Deployment) -> Iterator[Finding]:
     """DSpark has no default for max_draft_len."""
     value = server.get("speculative_config", "max_draft_len")
-    if server.dspark and (value is None or (type(value) is int and value < 1)):
+    if server.dspark and server.num_drafts is None:
         yield Finding(
             "error",
             server.line("speculative_config", "max_draft_len"),
@@ -69,8 +69,8 @@ def draft_length_is_given(server: Deployment) -> Iterator[Finding]:
 
 def token_budget_holds_a_step(server: Deployment) -> Iterator[Finding]:
     """Every sequence is verified with K + 1 rows, and one step cannot be split."""
-    batch, tokens, drafts = server.get("max_batch_size"), server.get("max_num_tokens"), server.num_drafts
-    if server.dspark and drafts and type(batch) is int and type(tokens) is int and tokens < batch * (drafts + 1):
+    batch, tokens, drafts = server.integer("max_batch_size"), server.integer("max_num_tokens"), server.num_drafts
+    if server.dspark and drafts and batch is not None and tokens is not None and tokens < batch * (drafts + 1):
         yield Finding(
             "error",
             server.line("max_num_tokens"),
@@ -83,17 +83,17 @@ def token_budget_holds_a_step(server: Deployment) -> Iterator[Finding]:
 def page_size_is_known(server: Deployment) -> Iterator[Finding]:
     """Kernels exist for some page sizes."""
     place = ("kv_cache_config", "tokens_per_block")
-    value = server.get(*place)
+    value = server.integer(*place)
     if not server.dspark:
         return
-    if value is None:
+    if server.get(*place) is None:
         yield Finding(
             "note",
             server.line("kv_cache_config"),
             "kv_cache_config.tokens_per_block",
             "not set: TensorRT-LLM takes 64 for Kimi-K3 and 32 for other targets.",
         )
-    elif type(value) is int and value not in PAGES:
+    elif value is not None and value not in PAGES:
         yield Finding(
             "error",
             server.line(*place),
@@ -101,7 +101,7 @@ def page_size_is_known(server: Deployment) -> Iterator[Finding]:
             f"one of {', '.join(map(str, PAGES))} is required, {value} came.",
             "Set it to 64, which Kimi-K3's own kernels need.",
         )
-    elif type(value) is int and value not in TRTLLM_PAGES:
+    elif value is not None and value not in TRTLLM_PAGES:
         yield Finding(
             "note",
             server.line(*place),
@@ -135,7 +135,7 @@ def block_reuse_costs_acceptance(server: Deployment) -> Iterator[Finding]:
             "kv_cache_config.enable_block_reuse",
             "where TensorRT-LLM does not let the drafter join the reuse, it drafts without the matched prefix: accept_len "
             "2.21 instead of 2.87 over 522 published turns. The text stays the same.",
-            "Set it to false, or see at start-up that the plugin reports joint reuse.",
+            "Set it to false, unless the plugin does not warn of it at start-up.",
         )
     if server.dspark and value is None:
         yield Finding(
@@ -150,8 +150,8 @@ def parallelism_suits_the_draft(server: Deployment) -> Iterator[Finding]:
     """What the drafter and its target cannot be split by."""
     if not server.dspark:
         return
-    context, pipeline = server.get("context_parallel_size"), server.get("pipeline_parallel_size")
-    if type(context) is int and context > 1:
+    context, pipeline = server.integer("context_parallel_size"), server.integer("pipeline_parallel_size")
+    if context is not None and context > 1:
         yield Finding(
             "error",
             server.line("context_parallel_size"),
@@ -159,7 +159,7 @@ def parallelism_suits_the_draft(server: Deployment) -> Iterator[Finding]:
             f"1 is required by an MLA draft, {context} came.",
             "Set it to 1.",
         )
-    if type(pipeline) is int and pipeline > 1:
+    if pipeline is not None and pipeline > 1:
         yield Finding(
             "warning",
             server.line("pipeline_parallel_size"),
