@@ -128,7 +128,9 @@ def _words(table: Mapping[str, list[str]], first: str) -> list[str]:
 
 def _unknown(key: str, block: str, known: list[str], place: Key) -> tuple[str, str]:
     """Message and fix for an unknown key."""
-    where = f"no such key in {'.'.join(map(str, place)) or 'the top level'}; TensorRT-LLM refuses unknown keys."
+    ranges = schema()["ranges"]
+    home = ".".join(map(str, place)) or "the top level"
+    where = f"not a key of {home} as recorded of {ranges[0]['first']} to {ranges[-1]['label']}, and unknown keys are refused."
     homes = [name for name, keys in schema()["blocks"].items() if key in keys and name != block]
     near = get_close_matches(key, known, 1, 0.75)
     if near:
