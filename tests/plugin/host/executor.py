@@ -176,9 +176,9 @@ class StandIn:
             (ends[: len(prompts)] - 1, torch.arange(int(sum(lengths[: len(prompts)])), int(sum(lengths))))
         )
         positions = [range(request.computed, request.computed + len(ids)) for request, ids in zip(batch, rows, strict=True)]
-        spec.prepare()
-        self.before_step()
         with torch.inference_mode():
+            spec.prepare()
+            self.before_step()
             out = self.model(
                 attn,
                 torch.tensor([token for ids in rows for token in ids]),
