@@ -27,6 +27,25 @@ def test_the_worker_is_replaced_once_and_in_the_epilogue_too(host, pair) -> None
     assert not [name for name, _ in ours.named_parameters()]  # the draft's weights are listed once, under the target
 
 
+def test_the_worker_inside_a_wrapper_is_replaced(host, pair) -> None:
+    """A target with a vision encoder around its language model: the wrapper is what the draft is given."""
+    host("1.3.0rc28")
+    register()
+    stand_in = StandIn(pair.target, DRAFT)
+    wrapper = torch.nn.Module()
+    wrapper.llm, wrapper.lm_head = stand_in.model, stand_in.model.lm_head
+    stand_in.model.draft_model.load_weights_from_target_model(wrapper)
+    assert isinstance(stand_in.model.spec_worker, HostedWorker) and not hasattr(wrapper, "spec_worker")
+
+
+def test_a_model_built_without_memory_is_whole_once_loaded(host, pair) -> None:
+    host("1.3.0rc28")
+    register()
+    stand_in = StandIn(pair.target, DRAFT)
+    stand_in.model.draft_model.to(device="meta")
+    assert trace(stand_in.load().generate(pair.prompts[:1], SHORT)) == trace(pair.engine(7).generate(pair.prompts[:1], SHORT))
+
+
 def test_a_host_without_the_faults_keeps_its_worker(host, pair) -> None:
     host("1.3.0rc28")
     stand_in = with_stock_worker(pair)

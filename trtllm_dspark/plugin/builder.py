@@ -70,7 +70,7 @@ def host_builder() -> Callable[..., Any]:
 def _ours(model_config: Any, draft_config: Any) -> Any:
     from trtllm_dspark.config import DraftConfig
     from trtllm_dspark.plugin import backend_choice, kv_charge
-    from trtllm_dspark.plugin.drafter import HostedMLADSpark, HostTensorParallel
+    from trtllm_dspark.plugin.drafter import HostedMLADSpark, HostTensorParallel, host_device
     from trtllm_dspark.plugin.faults import diagnose
 
     spec_config, mapping = model_config.spec_config, model_config.mapping
@@ -87,7 +87,7 @@ def _ours(model_config: Any, draft_config: Any) -> Any:
     assert host is not None, "a builder that the host calls has a host"
     drafter = HostedMLADSpark.empty(
         config,
-        device=_device(),
+        device=host_device(),
         dtype=_dtype(draft_config, config),
         attention_backend=backend_choice.requested(spec_config),
         tp=HostTensorParallel.of(mapping),
@@ -136,12 +136,6 @@ def _check_parallel(mapping: Any) -> None:
         size = int(getattr(mapping, name, 1) or 1)
         if size > 1:
             raise UnsupportedError(f"{WHO}: {what} of 1 is required with this draft, {name} is {size}. Use tensor parallelism.")
-
-
-def _device() -> "torch.device":
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _dtype(draft_config: Any, config: "DraftConfig") -> "torch.dtype":

@@ -4,7 +4,6 @@ Only methods that our worker leaves as they are count: what it replaces asks not
 """
 
 import ast
-import textwrap
 
 from trtllm_dspark.plugin.hooks import DFLASH, DSPARK, INTERFACE
 from trtllm_dspark.plugin.outcome import HookVerdict
@@ -19,11 +18,9 @@ def asked(host: HostSource, replaced: frozenset[str]) -> dict[str, str]:
     """Attribute of a drafter -> the method that reads it, for all reads without a default, in methods not `replaced`."""
     found: dict[str, str] = {}
     for place in CLASSES:
-        symbol = host.find(place)
-        if symbol is None:
-            continue
-        for node in ast.parse(textwrap.dedent(symbol.source)).body:
-            if not isinstance(node, ast.ClassDef):
+        module, name = place.split(":")
+        for node in ast.parse(host.module(module) or "").body:
+            if not isinstance(node, ast.ClassDef) or node.name != name:
                 continue
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and method.name not in replaced:

@@ -1,6 +1,7 @@
 """Our drafter as TensorRT-LLM holds it: what differs between it and the same class in the embedded engine."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ from trtllm_dspark.model.parallel import TensorParallel
 from trtllm_dspark.model.sharing import compare_embeddings
 
 log = logging.getLogger("trtllm_dspark.plugin")
+
+
+def host_device() -> torch.device:
+    """Where this process's part of the model lives."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class HostedMLADSpark(MLADSparkForCausalLM):
@@ -58,6 +64,12 @@ class HostedMLADSpark(MLADSparkForCausalLM):
         table = ctx_page_table.index_select(0, ctx_cache_batch_idx)
         hidden = self.draft_hidden(noise_embedding, query_positions, pages, table, num_ctx_per_req.int(), start)
         return hidden.flatten(0, 1)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """As the contract's, also where the host built the model without memory and has not given it any."""
+        if self.latent_proj.is_meta:
+            self.to_empty(device=host_device())
+        super().load_weights(weights)
 
     def load_weights_from_target_model(self, target_model: Any) -> None:
         """Share the target's head, and put our worker in the place of the target's."""

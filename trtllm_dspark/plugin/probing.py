@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-import textwrap
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -44,7 +43,9 @@ class Found:
     def names(self) -> frozenset[str]:
         """Every variable and attribute that its body uses."""
         found: set[str] = set()
-        for node in ast.walk(ast.parse(textwrap.dedent(self.source))):
+        tree = _parsed(self.source)
+        assert tree is not None, "what was found was parsed"
+        for node in ast.walk(tree):
             if isinstance(node, ast.Name):
                 found.add(node.id)
             elif isinstance(node, ast.Attribute):
@@ -88,10 +89,13 @@ class HostSource:
             return None
         base = re.fullmatch(r"(\w+)\((\w+)\)", attribute)
         parts = [base[1]] if base else attribute.split(".")
+        whole: str = text
         for depth, part in enumerate(parts):
-            text = _definition(text, part, depth * 4)
-            if text is None:
-                return None
+            text = _definition(text, part, depth * 4) if text is not None else None
+        if text is None or _parsed(text) is None:
+            text = _parsed_definition(whole, parts)  # slower, and sure: an odd layout is no missing symbol
+        if text is None:
+            return None
         if base and not re.match(rf"\s*class {base[1]}\([^)]*\b{base[2]}\b", _without_decorators(text)):
             return None
         parameters, keywords = _parameters(text)
@@ -124,15 +128,45 @@ def _definition(text: str, name: str, indent: int) -> str | None:
     return text[decorators.start() if decorators else start : end]
 
 
+def _parsed(text: str) -> ast.stmt | None:
+    """The one statement of this text, at whatever indentation; None where it is cut off."""
+    try:
+        if not text[0].isspace():
+            return ast.parse(text).body[0]
+        (block,) = ast.parse("if True:\n" + text).body  # not dedented: comments may stand at the margin
+    except (SyntaxError, ValueError, IndexError):
+        return None
+    return block.body[0] if isinstance(block, ast.If) else None
+
+
+def _parsed_definition(text: str, parts: list[str]) -> str | None:
+    try:
+        body: list[ast.stmt] = ast.parse(text).body
+    except SyntaxError:
+        return None
+    node: ast.stmt | None = None
+    for part in parts:
+        node = next((node for node in body if part in _names_of(node)), None)
+        if node is None:
+            return None
+        body = getattr(node, "body", [])
+    assert node is not None, "a place names a symbol"
+    return "".join(text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno])
+
+
+def _names_of(node: ast.stmt) -> tuple[str, ...]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return (node.name,)
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return tuple(target.id for target in targets if isinstance(target, ast.Name))
+
+
 def _without_decorators(text: str) -> str:
     return re.sub(r"\A(?:\s*@[^\n]*\n)+", "", text)
 
 
 def _parameters(text: str) -> tuple[tuple[str, ...] | None, bool]:
-    try:
-        node = ast.parse(textwrap.dedent(text)).body[0]
-    except (SyntaxError, IndexError):
-        return None, False
+    node = _parsed(text)
     if isinstance(node, ast.ClassDef):  # what its construction takes
         node = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), node)
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
