@@ -508,3 +508,11 @@ def test_x02_acceptance_is_logged_when_asked_for(host, pair, monkeypatch, caplog
     hosted(pair).generate(pair.prompts[:2], SHORT)
     lines = [record.message for record in caplog.records if record.message.startswith("accept_len")]
     assert lines and "verifications" in lines[-1]
+
+
+def test_x02_a_bad_number_of_steps_is_said_when_the_worker_is_made(host, pair, monkeypatch) -> None:
+    """Fails if a setting that cannot be read turns the report off in silence."""
+    host("1.3.0rc28")
+    monkeypatch.setenv("TRTLLM_DSPARK_STATS_EVERY", "often")
+    with pytest.raises(DSparkError, match="TRTLLM_DSPARK_STATS_EVERY: a whole number of 0 or more is required, 'often' came"):
+        hosted(pair)

@@ -72,6 +72,7 @@ def test_a_broken_host_is_named_with_its_reason(clean, tmp_path, monkeypatch) ->
     for found in (probe(), register()):
         assert found.state == "absent" and found.host_version == "1.3.0rc28"
         assert "libnvinfer.so.10: cannot open shared object file" in found.reason and "Repair" in found.remedy
+        assert {verdict.verdict for verdict in found.hooks} == {"not found"}  # looked up all the same, in the sources
 
 
 def test_kill_switch_and_bad_settings(host, monkeypatch) -> None:

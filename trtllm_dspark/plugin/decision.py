@@ -44,11 +44,12 @@ def decide() -> Decision:
     if disabled:
         reason, remedy = f"{settings.DISABLE.name} is 1.", f"Unset {settings.DISABLE.name}."
         return Decision(Outcome("disabled", reason, remedy, host.version, ()))
+    verdicts = [_verdict(host, hook) for hook in HOOKS]
     broken = _import_failure(host)
     if broken is not None:
         reason = f"tensorrt_llm {host.version} is installed, its import fails: {broken}."
-        return Decision(Outcome("absent", reason, REPAIR, host.version, ()))
-    verdicts = [_verdict(host, hook) for hook in HOOKS]
+        hooks = _not_applied(verdicts, "the host cannot be imported")
+        return Decision(Outcome("absent", reason, REPAIR, host.version, hooks))
     required = {hook.name for hook in HOOKS if hook.required}
     wanting = [v for v in verdicts if v.name in required and v.verdict in ("not found", "changed")]
     if wanting:

@@ -31,7 +31,7 @@ class HostContext:
     """
 
     def __init__(self, drafter: MLADSparkForCausalLM, pages: DraftPages, max_requests: int, device: torch.device) -> None:
-        self.drafter, self.pages = drafter, pages
+        self.drafter, self.pages, self.max_requests = drafter, pages, max_requests
         self.ledger = RequestLedger(SLOTS_PER_REQUEST * max_requests, pages.grant)
         rows = self.ledger.num_slots + 1
         with torch.inference_mode(False):  # steps run in it, their preparation may not: both write these

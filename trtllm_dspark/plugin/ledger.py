@@ -51,10 +51,12 @@ class RequestLedger:
     def step(self, requests: Sequence[int]) -> StepRows:
         """The rows of a batch; rows of requests that have ended are given back first."""
         self._step += 1
-        self._release_ended()
+        grants = {request: self.grant(request) for request in {*self.entries, *requests}}
+        for ended in [request for request in self.entries if grants[request] is None]:
+            self._free.append(self.entries.pop(ended).slot)
         slots, bounds, begun = [], [], []
         for request in requests:
-            grant = self.grant(request)
+            grant = grants[request]
             if grant is None:
                 slots.append(self.padding)
                 bounds.append(0)
@@ -68,10 +70,6 @@ class RequestLedger:
             slots.append(entry.slot)
             bounds.append(grant.tokens)
         return StepRows(slots, bounds, begun)
-
-    def _release_ended(self) -> None:
-        for request in [request for request in self.entries if self.grant(request) is None]:
-            self._free.append(self.entries.pop(request).slot)
 
     def _take(self) -> int:
         if not self._free:  # the longest absent one: when it comes back, its context begins anew

@@ -62,3 +62,17 @@ def read(setting: Setting) -> str:
             f"{setting.name}: one of {', '.join(setting.choices)} is required, {value!r} came. Correct or unset the variable."
         )
     return value
+
+
+def count(setting: Setting) -> int:
+    """A setting that is a number of something, 0 or more.
+
+    Raises:
+        DSparkError: the value is not such a number.
+    """
+    value = read(setting)
+    if not value.isdecimal():
+        raise DSparkError(
+            f"{setting.name}: a whole number of 0 or more is required, {value!r} came. Correct or unset the variable."
+        )
+    return int(value)

@@ -32,5 +32,7 @@ def _hosted_metadata(stock: type) -> type:
 def adopt(spec_metadata: Any, worker: Stepping) -> None:
     """Make this metadata object, and the copies that graphs are captured with, prepare our worker before each step."""
     spec_metadata._trtllm_dspark_worker = worker
+    if isinstance(spec_metadata, HostedMetadata):
+        return
     stock: type = type(spec_metadata)
     spec_metadata.__class__ = _hosted_metadata(stock)

@@ -42,19 +42,19 @@ class HostedWorker:
     fixes: frozenset[str] = frozenset()
 
     def take_drafter(self, drafter: Any) -> None:
-        """What `set_draft_model` leaves open: the stock class knows neither our context nor our counts."""
+        """Begin without a context and without counts, which the stock class knows nothing of."""
         self.__dict__["_drafter"] = drafter  # not a submodule of the worker: its weights are the target's to list
         self._context: HostContext | None = None
         self._manager: Any = None
         self._real: torch.Tensor | None = None  # [max_requests], bool: batch rows that are requests, not padding
         self._steps = 0
         self.acceptance: AcceptanceCounter | None = None
-        self._report_every = int(settings.read(settings.STATS_EVERY))
+        self._report_every = settings.count(settings.STATS_EVERY)
 
     # ------------------------------------------------------------------------------------------------- before a step
     def begin_step(self, requests: list[int]) -> None:
         """Called by the step's metadata when the host prepares it, before a forward or a graph replay."""
-        if self._context is None:
+        if self._context is None or len(requests) > self._context.max_requests:  # the forward that follows binds
             return
         assert self._real is not None
         self._context.begin_step(requests)
@@ -107,7 +107,8 @@ class HostedWorker:
 
     def _enter(self, attn_metadata: Any, spec_metadata: Any, resource_manager: Any) -> None:
         manager = self.get_draft_kv_cache_manager(resource_manager)
-        if self._context is None or manager is not self._manager:  # estimation of the KV size swaps managers
+        bound = self._is_bound(manager, attn_metadata.num_seqs)
+        if not bound:
             self._bind(manager, attn_metadata, spec_metadata)
         offsets = getattr(attn_metadata, "draft_kv_cache_block_offsets", None)
         if offsets is None:
@@ -117,7 +118,7 @@ class HostedWorker:
             )
         assert self._context is not None
         self._ctx_len = self._context.state  # what the stock class saves, and puts back after a failed or a warm-up forward
-        if not isinstance(spec_metadata, HostedMetadata):
+        if not bound or not isinstance(spec_metadata, HostedMetadata):  # this step was not prepared for this context
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise DSparkError(
                     f"{WHO}: a step's metadata must run once before it is captured, this one has not. Warm up first."
@@ -126,11 +127,16 @@ class HostedWorker:
             self.begin_step(list(spec_metadata.request_ids or []))
         self._context.refresh_table(offsets, attn_metadata.num_seqs)
 
+    def _is_bound(self, manager: Any, requests: int) -> bool:
+        """Estimation of the KV size swaps managers, and some warm-up batches are larger than the metadata says."""
+        return self._context is not None and manager is self._manager and requests <= self._context.max_requests
+
     def _bind(self, manager: Any, attn_metadata: Any, spec_metadata: Any) -> None:
         drafter = self.__dict__["_drafter"]
         page_size = int(getattr(manager, "tokens_per_block", 0))
         pages = DraftPages(manager, layout_of(drafter, max(page_size, 1)))
-        most = max(int(spec_metadata.max_num_requests), int(getattr(manager, "max_batch_size", 0) or 0))
+        sizes = (spec_metadata.max_num_requests, getattr(manager, "max_batch_size", 0) or 0, attn_metadata.num_seqs)
+        most = max(int(size) for size in sizes)
         device = drafter.fc.weight.device
         self._context, self._manager = HostContext(drafter, pages, most, device), manager
         with torch.inference_mode(False):  # see `HostContext`
