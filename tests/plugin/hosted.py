@@ -12,7 +12,7 @@ from trtllm_dspark.engine.requests import Completion, SamplingParams
 from trtllm_dspark.plugin import register
 
 DRAFT = FOLDER / "draft"
-SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
+SHORT = SamplingParams(max_new_tokens=16, ignore_eos=True)
 
 
 def hosted(pair: Pair, draft: Path = DRAFT, **options: Any) -> StandIn:

@@ -47,6 +47,7 @@ class HostedWorker:
         self._context: HostContext | None = None
         self._manager: Any = None
         self._real: torch.Tensor | None = None  # [max_requests], bool: batch rows that are requests, not padding
+        self._prompt_ends: torch.Tensor | None = None  # [contexts], position of the next token of each prompt of the step
         self._steps = 0
         self.acceptance: AcceptanceCounter | None = None
         self._report_every = settings.count(settings.STATS_EVERY)
@@ -96,8 +97,8 @@ class HostedWorker:
             return super()._forward_impl(**step)  # type: ignore[misc]
         self._enter(attn_metadata, spec_metadata, resource_manager)
         out = super()._forward_impl(**step)  # type: ignore[misc]
-        if attn_metadata.num_contexts and FIRST_DRAFTS in self.fixes and not self._ranks_draft_together:
-            self._draft_for_prompts(out, attn_metadata, spec_metadata)
+        if self._prompt_ends is not None and FIRST_DRAFTS in self.fixes and not self._ranks_draft_together:
+            self._draft_for_prompts(out, self._prompt_ends, attn_metadata, spec_metadata)
         return out
 
     @property
@@ -106,6 +107,7 @@ class HostedWorker:
         return bool(getattr(self.mapping, "enable_lm_head_tp_in_adp", False))
 
     def _enter(self, attn_metadata: Any, spec_metadata: Any, resource_manager: Any) -> None:
+        self._prompt_ends = None
         manager = self.get_draft_kv_cache_manager(resource_manager)
         bound = self._is_bound(manager, attn_metadata.num_seqs)
         if not bound:
@@ -196,9 +198,9 @@ class HostedWorker:
         device = taps.device
         rows = _send(torch.repeat_interleave(torch.arange(requests), lengths, output_size=tokens), device)
         positions = position_ids.reshape(-1)[:tokens].long()
-        first = positions.index_select(0, _send(starts.clamp(max=tokens - 1), device))
-        self._context.append(taps, positions, rows, slice(0, requests), first, _send(lengths, device))
-        self._anchors = first + _send(lengths, device)  # position of each prompt's next token
+        first, count = positions.index_select(0, _send(starts.clamp(max=tokens - 1), device)), _send(lengths, device)
+        self._context.append(taps, positions, rows, slice(0, requests), first, count)
+        self._prompt_ends = first + count
 
     def prepare_1st_drafter_inputs(
         self,
@@ -218,8 +220,7 @@ class HostedWorker:
         decoding = requests - contexts
         device = accepted_tokens.device
         if not decoding:
-            empty = torch.empty(0, dtype=torch.long, device=device)
-            return {"first_prev_tokens": empty}
+            return {"first_prev_tokens": torch.empty(0, dtype=torch.long, device=device)}
         begin, width = attn_metadata.num_ctx_tokens, self.max_draft_len + 1
         taps = spec_metadata.get_hidden_states(total_target_tokens)[begin : begin + decoding * width]
         positions = position_ids.reshape(-1)[begin : begin + decoding * width].long()
@@ -252,7 +253,9 @@ class HostedWorker:
             "first_prev_tokens": anchors,
         }
 
-    def _draft_for_prompts(self, out: dict[str, torch.Tensor], attn_metadata: Any, spec_metadata: Any) -> None:
+    def _draft_for_prompts(
+        self, out: dict[str, torch.Tensor], ends: torch.Tensor, attn_metadata: Any, spec_metadata: Any
+    ) -> None:
         """Real drafts for the prompts of this step, in the place of the stock class's placeholders.
 
         A prompt whose last chunk is still to come is drafted for too, and the host drops it: which one that is, is not
@@ -261,7 +264,7 @@ class HostedWorker:
         drafter, requests = self.__dict__["_drafter"], attn_metadata.num_contexts
         num_drafts = getattr(spec_metadata, "runtime_draft_len", self.max_draft_len)
         anchors = out["new_tokens"][:requests, 0].long()
-        inputs = self._block_inputs(slice(0, requests), anchors, self._anchors)
+        inputs = self._block_inputs(slice(0, requests), anchors, ends)
         blocks = {name: value for name, value in inputs.items() if name != "first_prev_tokens"}
         hidden = drafter.dflash_forward(**blocks)
         rows = self._draft_slot_ids(drafter, requests, self._compute_block_size, num_drafts)
