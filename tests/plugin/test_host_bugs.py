@@ -122,6 +122,18 @@ def test_c20_where_auto_can_be_asked_for_vanilla_means_vanilla(host, pair, monke
 
 
 # ---------------------------------------------------------------------------------------------------------------------- kv
+def test_k01_under_an_fp8_target_a_draft_token_is_charged_what_its_pool_costs(host) -> None:
+    """Fails if the split gives the draft 2,880 bytes a token, as it does before the remedy, for a pool that costs 5,760."""
+    from test_kv_charge import SIZES, bytes_of, creator
+
+    host("1.3.0rc28")
+    register()
+    made = creator()
+    assert made.draft_cost().slope == 2880
+    assert kv_charge.ensure() is None
+    assert made.draft_cost().slope == 5760 == bytes_of(made._create_one_model_draft_kv_cache_manager(**SIZES))
+
+
 @pytest.mark.parametrize("mapping", [{}, {"tp_size": 8}, {"tp_size": 16, "enable_attention_dp": True}])
 def test_k02_the_hosts_charge_does_not_depend_on_ranks(mapping, host) -> None:
     """Fails if the latent's bytes are divided by tensor parallelism or multiplied under attention-DP."""

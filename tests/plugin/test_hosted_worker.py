@@ -12,7 +12,6 @@ from trtllm_dspark.plugin import register
 from trtllm_dspark.plugin.faults import FIXES
 from trtllm_dspark.plugin.worker import HostedWorker
 
-
 LONG = SamplingParams(max_new_tokens=30, ignore_eos=True)
 
 
