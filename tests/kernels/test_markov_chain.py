@@ -110,6 +110,7 @@ def test_control_the_comparison_sees_a_wrong_kernel(wrong: Callable[..., torch.T
 def test_n16_bad_arguments_are_named_before_anything_is_launched(
     name: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
+    """Fails where an operand of another shape, dtype or alignment than the compiler was promised reaches a launch."""
     case = make(codes=True)
     with pytest.raises(KernelError, match=f"markov_chain: .*{message}"):
         markov_chain(**{**case, name: change(case[name])})
@@ -162,6 +163,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 7, 8, 9, 32, 33, 64, 65, 200])
 def test_n13_tokens_are_the_twins_at_every_batch_and_length(batch: int) -> None:
+    """Fails where a batch or a number of steps arrives in the kernel as another one."""
     for steps in (1, 2, 7, 8):
         assert same(make(batch, steps, codes=batch % 2 == 0, device=DEVICE, seed=steps), markov_chain), steps
 
