@@ -1,5 +1,6 @@
 """Our worker in the stand-in host: each fix at work, beside the stock worker that has the fault."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -299,12 +300,13 @@ def test_a_batch_larger_than_the_metadata_says(host, pair) -> None:
 def test_prefill_reads_nothing_back(host, pair, monkeypatch) -> None:
     """Appending a step's prompts is one call, and asks no device tensor for its value; the stock worker asks for each."""
     host("1.3.0rc28")
-    from trtllm_dspark.plugin import host_context
-
     calls, reads = [], []
-    append, item, tolist = host_context.context_append, torch.Tensor.item, torch.Tensor.tolist
-    monkeypatch.setattr(host_context, "context_append", lambda z, *rest: calls.append(z.shape[0]) or append(z, *rest))
+    item, tolist = torch.Tensor.item, torch.Tensor.tolist
     stand_in, stock = hosted(pair), with_stock_worker(pair)
+    drafter = stand_in.model.draft_model
+    append = drafter.backend.operations.context_append
+    counting = replace(drafter.backend.operations, context_append=lambda z, *rest: calls.append(z.shape[0]) or append(z, *rest))
+    monkeypatch.setattr(drafter, "backend", replace(drafter.backend, operations=counting))
 
     def count(run, *args) -> int:
         reads.clear()
