@@ -38,11 +38,16 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Task:
-    """One compilation: the kernel's name and settings as its launch looks them up, and what compiles it."""
+    """One compilation: the kernel's name and settings as its launch looks them up, and what compiles it.
+
+    Attributes:
+        arch: the only architecture it is for, None for all.
+    """
 
     kernel: str
     config: Any
     compile: Callable[..., Any]
+    arch: str | None = None
 
     def build(self, arch: str) -> Any:
         """The compiler's object."""
@@ -67,6 +72,8 @@ def tasks(deployment: Deployment) -> list[Task]:
     for base in deployment.base if rank else ():
         chains = [markov_chain.MarkovChainConfig(rank, n, base, dtype, codes=True) for n in markov_chain.GROUPS]
         found += [Task(markov_chain.NAME, chain, markov_chain.compile_for) for chain in chains]
+        hopper = dict.fromkeys(markov_chain.sm90_config(rank, batch, base, dtype, True) for batch in markov_chain.SM90_BATCHES)
+        found += [Task(markov_chain.NAME, c, markov_chain.compile_for, markov_chain.SM90_ARCH) for c in hopper if c is not None]
     return found
 
 
@@ -89,7 +96,7 @@ def build(deployment: Deployment, arches: Iterable[str], folder: Path, jobs: int
     if why is not None:
         raise KernelError(f"cute_kernels: the compiler is required to build kernels; {why}.")
     folder.mkdir(parents=True, exist_ok=True)
-    work = [(task, arch, folder) for arch in arches for task in tasks(deployment)]
+    work = [(task, arch, folder) for arch in arches for task in tasks(deployment) if task.arch in (None, arch)]
     jobs = min(jobs or os.cpu_count() or 1, MAX_JOBS, len(work))
     if jobs < 2:
         return [_build_one(item) for item in work]

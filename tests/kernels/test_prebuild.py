@@ -1,6 +1,7 @@
 """Kernels compiled ahead of time: found by the same keys that a launch looks up, and never compiled again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,13 @@ def test_bad_input_is_one_line(options: list[str], words: str, tmp_path: Path, c
     printed = capsys.readouterr().err
     assert re.search(words, printed) and printed.count("\n") == 1
     assert not list((tmp_path / "out").glob("*.o")) or "page" in words or "dtype" in words
+
+
+def test_a_schedule_of_one_architecture_is_built_for_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails where the Hopper schedule of the Markov chain is forgotten, or compiled for another part."""
+    deployment, built = replace(SMALL, markov_rank=256), []
+    monkeypatch.setattr(prebuild, "_build_one", lambda item: built.append((item[0].config, item[1])))
+    build(deployment, ["sm_90a", "sm_100a"], tmp_path, jobs=1)
+    chains = [(config.groups, arch) for config, arch in built if getattr(config, "schedule", None) == "sm90"]
+    assert chains == [(1, "sm_90a"), (2, "sm_90a"), (4, "sm_90a")]
+    assert len(built) == 2 * len(tasks(SMALL)) + len(chains)
