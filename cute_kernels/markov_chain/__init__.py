@@ -31,7 +31,6 @@ from cute_kernels.markov_chain.config import (
     SM90_ARCH,
     SM90_BATCHES,
     SM90_GROUPS,
-    SM90_MIN_BATCH,
     MarkovChainConfig,
     groups_for,
     sm90_config,
@@ -184,7 +183,7 @@ def _launch(
     if schedule == SM90 and why is not None:
         raise UnsupportedKernelError(f"{NAME}: {why}. Use the portable schedule.")
     if schedule is None:
-        schedule = SM90 if why is None and batch >= SM90_MIN_BATCH else PORTABLE
+        schedule = SM90 if why is None else PORTABLE
     if not batch * steps:
         return anchors.new_empty((batch, steps))
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -13,7 +13,6 @@ BASES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of the base logits, with 
 
 PORTABLE, SM90 = "portable", "sm90"
 SM90_ARCH = "sm_90a"
-SM90_MIN_BATCH = COLUMNS + 1  # requests from which it is taken; fewer gain nothing from its tiles
 BLOCK = 64  # requests of a group of the sm90 schedule, and rows of W2 of its tile
 SM90_GROUPS = (1, 2, 4)  # of BLOCK requests in a block of the sm90 schedule
 SM90_BATCHES = tuple(groups * BLOCK for groups in SM90_GROUPS)  # the largest of each configuration
