@@ -47,3 +47,10 @@ def bits(storage: torch.Tensor) -> torch.Tensor:
 def changed_pages(before: torch.Tensor, after: torch.Tensor) -> set[int]:
     """Ids of pages of which some byte changed, over all layers."""
     return set((before != after).flatten(1).any(1).nonzero().flatten().tolist())
+
+
+def slot_state(stand_in: StandIn, request: int) -> tuple[int, int]:
+    """Readable positions of a request's draft context: start, end."""
+    context = stand_in.model.spec_worker._context
+    start, end = context.state[context.ledger.entries[request].slot].tolist()
+    return start, end

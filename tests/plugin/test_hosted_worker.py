@@ -274,8 +274,8 @@ def test_graph_copies_of_the_metadata_prepare_our_worker_too(host, pair) -> None
     assert int(worker._context._rows[1, 0]) == bound + 16
 
 
-def test_a_new_manager_is_bound_and_the_old_one_left_alone(host, pair) -> None:
-    """Estimation of the KV size runs on a manager that is thrown away."""
+def test_n22_a_new_manager_is_bound_and_the_old_one_left_alone(host, pair) -> None:
+    """Fails if a step writes to the manager that the estimation of the KV size ran on and threw away."""
     host("1.3.0rc28")
     stand_in = hosted(pair)
     expected = trace(stand_in.generate(pair.prompts[:2], SHORT))

@@ -13,10 +13,12 @@ import importlib
 import inspect
 from typing import Any
 
-from trtllm_dspark.plugin.probing import PACKAGE
+from trtllm_dspark.plugin.hooks import UTIL
+from trtllm_dspark.plugin.probing import PACKAGE, locate
 
 METHOD = "_get_effective_draft_config"
 OWN_REMEDY = "_get_draft_kv_model_config"
+SPECULATION = "_speculative_config"  # of a KvCacheCreator: tells our drafts from others
 CACHED = ("quant_mode", "layer_quant_mode")
 
 
@@ -35,11 +37,15 @@ def ensure() -> str | None:
         return None
     if list(inspect.signature(method).parameters) != ["self"]:
         return f"KvCacheCreator.{METHOD} takes other parameters than self: {inspect.signature(method)}"
+    host = locate()
+    source = host.find(f"{UTIL}:KvCacheCreator") if host else None
+    if source is None or SPECULATION not in source.names:
+        return f"KvCacheCreator has no {SPECULATION}"
 
     @functools.wraps(method)
     def without_stamp(self: Any) -> Any:
         config = method(self)
-        return uncharged(config) if _is_ours(self._speculative_config, config) else config
+        return uncharged(config) if _is_ours(getattr(self, SPECULATION), config) else config
 
     without_stamp._trtllm_dspark = True  # type: ignore[attr-defined]
     setattr(creator, METHOD, without_stamp)

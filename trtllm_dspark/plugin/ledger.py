@@ -3,11 +3,14 @@
 A request may be left out of a batch: paused, preempted, or in the other micro-batch. Its row stays.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trtllm_dspark.plugin.manager import Grant
+
+log = logging.getLogger("trtllm_dspark.plugin")
 
 
 @dataclass
@@ -54,6 +57,8 @@ class RequestLedger:
         grants = {request: self.grant(request) for request in {*self.entries, *requests}}
         for ended in [request for request in self.entries if grants[request] is None]:
             self._free.append(self.entries.pop(ended).slot)
+        for request in self.entries.keys() & set(requests):
+            self.entries[request].seen = self._step  # all of them before the first row is looked for: none is taken from these
         slots, bounds, begun = [], [], []
         for request in requests:
             grant = grants[request]
@@ -66,7 +71,6 @@ class RequestLedger:
                 entry = Entry(entry.slot if entry else self._take(), grant.owner, self._step)
                 self.entries[request] = entry
                 begun.append(entry.slot)
-            entry.seen = self._step
             slots.append(entry.slot)
             bounds.append(grant.tokens)
         return StepRows(slots, bounds, begun)
@@ -76,5 +80,11 @@ class RequestLedger:
             oldest = min(self.entries, key=lambda request: self.entries[request].seen)
             assert self.entries[oldest].seen < self._step, f"a batch of more than {self.num_slots} requests"
             self._free.append(self.entries.pop(oldest).slot)
+            if not self.evicted:
+                log.warning(
+                    "more than %d requests in flight: the longest absent lose their draft context and draft worse when they "
+                    "come back. Raise max_batch_size, or admit fewer. Said once.",
+                    self.num_slots,
+                )
             self.evicted += 1
         return self._free.pop()

@@ -8,7 +8,6 @@ Source: NVIDIA/TensorRT-LLM `_torch/pyexecutor/kv_cache/kv_cache_manager_v2.py`,
 for the managers; `_torch/speculative/dflash.py` at 00679c66 for what a table entry must be divided by.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +121,3 @@ def _table_encoding(manager: Any, layout: PoolLayout, view: torch.Tensor) -> tup
 def layout_of(drafter: Any, page_size: int) -> PoolLayout:
     """What this drafter's pool must be."""
     return PoolLayout.of(drafter.config, page_size=page_size, dtype=drafter.fc.weight.dtype)
-
-
-def known(pages: DraftPages, requests: Sequence[int]) -> list[Grant | None]:
-    """The grants of a batch."""
-    return [pages.grant(request) for request in requests]
