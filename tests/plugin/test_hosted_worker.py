@@ -420,3 +420,13 @@ def test_nothing_of_a_step_is_read_back(kind, host, pair) -> None:
     else:
         with pytest.raises(DataDependentOutputException):
             without_values(methods[names[0]], *kept[names[0]][0], **kept[names[0]][1])
+
+
+def test_where_the_host_keeps_draft_probabilities_a_prompt_gets_no_drafts(host, pair) -> None:
+    """Fails where drafts stand beside the placeholder probabilities of a prompt's step. Control: without, it gets some."""
+    host("1.3.0rc28")
+    kept, plain = hosted(pair), hosted(pair)
+    kept.spec_metadata.use_rejection_sampling = True
+    for stand_in in (kept, plain):
+        stand_in.add(pair.prompts[0], SHORT)
+    assert not kept.step()["next_draft_tokens"].any() and plain.step()["next_draft_tokens"].any()

@@ -98,7 +98,10 @@ class HostedWorker:
             return super()._forward_impl(**step)  # type: ignore[misc]
         self._enter(attn_metadata, spec_metadata, resource_manager)
         out = super()._forward_impl(**step)  # type: ignore[misc]
-        if self._prompt_ends is not None and FIRST_DRAFTS in self.fixes and not self._ranks_draft_together:
+        # where the host keeps drafts' probabilities, a prompt's are placeholders: drafts beside them would not be theirs
+        kept = any(getattr(held, "use_rejection_sampling", False) for held in (spec_metadata, self.spec_config))
+        drafting = FIRST_DRAFTS in self.fixes and not self._ranks_draft_together and not kept
+        if self._prompt_ends is not None and drafting:
             self._draft_for_prompts(out, self._prompt_ends, attn_metadata, spec_metadata)
         return out
 

@@ -149,7 +149,7 @@ class StandIn:
 
     # ---------------------------------------------------------------------------------------------------------- step
     def grant(self, request: Request, tokens: int) -> None:
-        """Draft pages for a request's tokens. A refused resize leaves what there is; see `test_host_bugs`."""
+        """Draft pages for a request's tokens. A refused resize leaves what there is; see `test_hosted_worker`."""
         if not self.manager.resize(request.id, tokens):
             self.events.append(f"no pages for request {request.id}")
 
