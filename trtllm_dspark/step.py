@@ -105,7 +105,8 @@ def draft_block(
     ids[:, 0] = anchors
     at = positions.unsqueeze(1) + torch.arange(rows, device=anchors.device)
     hidden = model.draft_hidden(model.embed_tokens(ids), at, view.pages, view.page_table, view.context_len, view.context_start)
-    drafting = hidden[:, first : first + num_drafts]
+    # contiguous: torch multiplies strided rows request by request, and reads the whole head for each
+    drafting = hidden[:, first : first + num_drafts].contiguous()
     drafts = greedy_chain(
         model.markov_head,
         with_company(lm_head, drafting),

@@ -1,10 +1,13 @@
 """One draft step: which rows draft, how many fit, and that a block sees what it should and nothing else."""
 
+from collections.abc import Callable
+
 import published
 import pytest
 import small_drafts
 import torch
 
+from trtllm_dspark import step
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.context.draft_context import Segment
 from trtllm_dspark.errors import DSparkError, UnsupportedError
@@ -27,6 +30,20 @@ def test_a_proposal_holds_tokens_of_the_vocabulary_and_probabilities() -> None:
     assert bool(((found.tokens >= 0) & (found.tokens < 128)).all())
     assert found.confidence.dtype == torch.float32 and bool(((found.confidence >= 0) & (found.confidence <= 1)).all())
     assert torch.equal(found.logits.argmax(-1), found.tokens) and found.hidden.shape == (3, 4, 64)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_head_is_given_rows_without_gaps(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Fails where the head is given strided rows: on a GPU torch then reads all of it again for each request."""
+    seen: list[torch.Tensor] = []
+
+    def as_on_a_gpu(project: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        seen.append(rows)
+        return project(rows)
+
+    monkeypatch.setattr(step, "with_company", as_on_a_gpu)
+    drafter().propose([0, 1, 2], ANCHORS, count)
+    assert [rows.shape[:2] for rows in seen] == [(3, count)] and seen[0].is_contiguous()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
