@@ -1,0 +1,68 @@
+"""The gate of the bench: it passes the twins and plain torch, and refuses every mistake."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from bench_fabricated import ATTENTION, CPU, MISTAKES, SMALL, Answer, answer, of, run_case_untimed
+
+from cute_kernels.bench.cases import BlockAttentionCase
+from cute_kernels.bench.contestants import CONTESTANTS
+from cute_kernels.bench.correctness import Verdict, judge, poison, worst_row, yardstick
+from cute_kernels.bench.run import RIGHT
+from cute_kernels.reference.block_attention import block_attention
+
+
+def verdict_of(case: Any, answer: Answer) -> Verdict:
+    inputs = case.sets(1, CPU)[0]
+    held = yardstick(case, inputs)
+    result = answer(case, inputs)
+    poison(result)
+    return judge(held, answer(case, inputs))
+
+
+@pytest.mark.parametrize("kernel", SMALL)
+def test_the_gate_passes_the_twin(kernel: str) -> None:
+    verdict = verdict_of(SMALL[kernel], answer)
+    assert verdict.complaint is None and verdict.error is not None
+    assert verdict.error <= verdict.baseline + 2**-8
+
+
+@pytest.mark.parametrize("kernel", SMALL)
+def test_the_gate_passes_plain_torch(kernel: str) -> None:
+    case, (peer,) = SMALL[kernel], [c for c in CONTESTANTS[kernel] if c.name == "torch"]
+    outcome = run_case_untimed(case, of(answer), peer).outcomes[1]
+    assert (outcome.status, outcome.reason) == (RIGHT, None)
+
+
+@pytest.mark.parametrize(("case", "wrong", "said"), MISTAKES, ids=lambda value: getattr(value, "__name__", None))
+def test_control_the_gate_refuses_a_mistake(case: Any, wrong: Answer, said: str) -> None:
+    complaint = verdict_of(case, wrong).complaint
+    assert complaint is not None and said in complaint
+
+
+def test_control_a_lost_token_of_a_long_context_is_noticed() -> None:
+    """One of 8,192 tokens: fails when the ends of a context weigh no more than its other tokens."""
+    case = BlockAttentionCase(1, 8192, heads=4, rows=2)
+    inputs = case.sets(1, CPU)[0]
+    names = ("q", "block_latents", "pages", "page_table")
+    given = {name: inputs[name] for name in names} | {"scale": case.scale, "value_width": case.value_width}
+    last, first = inputs["context_len"] - 1, torch.ones_like(inputs["context_len"])
+    held = yardstick(case, inputs)
+    assert judge(held, block_attention(**given, context_len=last + 1)).complaint is None
+    assert "error" in str(judge(held, block_attention(**given, context_len=last)).complaint)
+    assert "error" in str(judge(held, block_attention(**given, context_len=last + 1, context_start=first)).complaint)
+
+
+def test_the_worst_row_by_hand() -> None:
+    truth = torch.tensor([[3.0, 4.0], [0.0, 10.0]])
+    assert worst_row(torch.tensor([[3.0, 4.5], [0.0, 10.5]]), truth) == pytest.approx(0.1)
+    assert not worst_row(torch.tensor([[3.0, 4.0], [0.0, torch.nan]]), truth) <= 1e9
+
+
+def test_of_many_requests_three_are_compared_and_named() -> None:
+    inputs = ATTENTION.sets(1, CPU)[0]
+    assert yardstick(ATTENTION, inputs).checked == "requests 0, 2, 4 of 5"
+    one = replace(ATTENTION, batch=1)
+    assert yardstick(one, one.sets(1, CPU)[0]).checked == "request 0 of 1"
