@@ -10,6 +10,7 @@ from typing import Any
 COMBINE = "block_attention_combine"
 COMBINE_THREADS = 128  # at least; rows of a block make it up
 FLOATS = 4  # of a 16-byte load
+TUNE: frozenset[str] = frozenset()  # switches under trial
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ def kernel_class() -> type:
             self.config = config
             self.dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
             self.columns = config.value_width // FLOATS  # threads of a row
+            self.vectors = 1  # of a thread
+            self.rows = config.rows
+            if "warp" in TUNE:
+                self.columns, self.vectors, self.rows = 32, config.value_width // FLOATS // 32, COMBINE_THREADS // 32
 
         @cute.jit
         def __call__(
@@ -52,9 +57,10 @@ def kernel_class() -> type:
             stream,
         ):
             self.kernel(mRequests, mBoundaries, mPartial, mPartialLse, mOut, mLse).launch(
-                grid=[(mOut.shape[1] + self.config.rows - 1) // self.config.rows, mBoundaries.shape[0] - 2, 1],
-                block=[self.config.rows * self.columns, 1, 1],
+                grid=[(mOut.shape[1] + self.rows - 1) // self.rows, mBoundaries.shape[0] - 2, 1],
+                block=[self.rows * self.columns, 1, 1],
                 stream=stream,
+                use_pdl="pdl" in TUNE,
             )
 
         @cute.jit
@@ -78,7 +84,10 @@ def kernel_class() -> type:
             tidx, _, _ = cute.arch.thread_idx()
             row_block, part, _ = cute.arch.block_idx()
             part += 1
-            row, vector = row_block * self.config.rows + tidx // self.columns, tidx % self.columns
+            if cutlass.const_expr("pdl" in TUNE):
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+            row, vector = row_block * self.rows + tidx // self.columns, tidx % self.columns
             request, tile = mBoundaries[part, 0], mBoundaries[part, 1]
             if tile > 0 and row < mOut.shape[1]:
                 first_part, pieces = mRequests[request, 2], mRequests[request, 3]
@@ -87,18 +96,22 @@ def kernel_class() -> type:
                     for piece in cutlass.range(pieces, unroll=4):
                         top = cute.arch.fmax(top, mPartialLse[self.slot_of(first_part, piece), row])
                     weights = Float32(0.0)
-                    rSum = cute.make_rmem_tensor((FLOATS,), Float32)
-                    rPart = cute.make_rmem_tensor((FLOATS,), Float32)
-                    rOut = cute.make_rmem_tensor((FLOATS,), self.dtype)
+                    rSum = cute.make_rmem_tensor((FLOATS, self.vectors), Float32)
+                    rPart = cute.make_rmem_tensor((FLOATS, self.vectors), Float32)
+                    rOut = cute.make_rmem_tensor((FLOATS, self.vectors), self.dtype)
                     rSum.fill(0.0)
                     for piece in cutlass.range(pieces, unroll=4):
                         slot = self.slot_of(first_part, piece)
                         weight = cute.math.exp2(mPartialLse[slot, row] - top, fastmath=True)
                         weights += weight
-                        cute.autovec_copy(cute.tiled_divide(mPartial[slot, row, None], (FLOATS,))[None, vector], rPart)
+                        for v in cutlass.range_constexpr(self.vectors):
+                            source = cute.tiled_divide(mPartial[slot, row, None], (FLOATS,))[None, vector + v * self.columns]
+                            cute.autovec_copy(source, rPart[None, v])
                         rSum.store(rSum.load() + rPart.load() * weight)
                     rOut.store((rSum.load() * cute.arch.rcp_approx(weights)).to(self.dtype))
-                    cute.autovec_copy(rOut, cute.tiled_divide(mOut[request, row, None], (FLOATS,))[None, vector])
+                    for v in cutlass.range_constexpr(self.vectors):
+                        target = cute.tiled_divide(mOut[request, row, None], (FLOATS,))[None, vector + v * self.columns]
+                        cute.autovec_copy(rOut[None, v], target)
                     if vector == 0:
                         mLse[request, row] = top + cute.math.log2(weights, fastmath=True)
 

@@ -12,6 +12,7 @@ from cute_kernels.support import smem_allocator
 
 PLAN = "block_attention_plan"
 PLAN_THREADS = 256
+TUNE: frozenset[str] = frozenset()  # switches under trial
 
 
 def kernel_class() -> type:
@@ -48,7 +49,7 @@ def kernel_class() -> type:
             stream,
         ):
             self.kernel(mLength, mStart, mRequests, mBoundaries, has_start, block_rows, max_context).launch(
-                grid=[1, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream
+                grid=[1, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream, use_pdl="pdl" in TUNE
             )
 
         @cute.kernel
@@ -62,6 +63,9 @@ def kernel_class() -> type:
             block_rows: Int32,
             max_context: Int32,
         ):
+            if cutlass.const_expr("pdl" in TUNE):
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
             tidx, _, _ = cute.arch.thread_idx()
             batch, parts = mLength.shape[0], mBoundaries.shape[0] - 1
             sEnd = smem_allocator().allocate_tensor(Int32, cute.make_layout((PLAN_THREADS,)), byte_alignment=16)

@@ -7,9 +7,23 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK, BlockAttentionConfig
-from cute_kernels.block_attention.sm90_roles import HALF, THREADS, aim, fetch_queries, finish, left, right, score
+from cute_kernels.block_attention.sm90_roles import (
+    HALF,
+    THREADS,
+    TURN,
+    aim,
+    fetch_queries,
+    fill,
+    finish,
+    left,
+    look_ahead,
+    right,
+    score,
+    wait,
+)
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, LOWEST, RIGHT
 from cute_kernels.support import smem_allocator
 
@@ -72,7 +86,10 @@ class BlockAttentionSm90:
             cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0])) for tensor in (mQ, mBlock, mPages)
         ]
         tma_q, tQ = cpasync.make_tiled_tma_atom(load, by_request[0], layout_p, tile)
-        tma_block, tBlock = cpasync.make_tiled_tma_atom(load, by_request[1], layout_p, tile)
+        if cutlass.const_expr(tiles.on("lean")):
+            tma_block, tBlock = cpasync.make_tiled_tma_atom(load, by_request[1], layout_box, (self.box, SEGMENT))
+        else:
+            tma_block, tBlock = cpasync.make_tiled_tma_atom(load, by_request[1], layout_p, tile)
         tma_pages, tPages = cpasync.make_tiled_tma_atom(load, by_request[2], layout_box, (self.box, SEGMENT))
         self.kernel(
             tma_q,
@@ -93,11 +110,13 @@ class BlockAttentionSm90:
             layout_q,
             layout_k,
             layout_p,
+            mPages,
         ).launch(
             grid=[(mOut.shape[1] + SM90_BLOCK - 1) // SM90_BLOCK, mBoundaries.shape[0] - 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=tiles.on("pdl"),
         )
 
     @cute.kernel
@@ -124,6 +143,7 @@ class BlockAttentionSm90:
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         layout_p: cute.ComposedLayout,
+        mPages: cute.Tensor,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         row_tile, part, _ = cute.arch.block_idx()
@@ -151,6 +171,9 @@ class BlockAttentionSm90:
                 cute.arch.mbarrier_init(landed_q, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        if cutlass.const_expr(tiles.on("pdl")):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         def copies(atom, target, source):
             return cpasync.tma_partition(
@@ -159,7 +182,10 @@ class BlockAttentionSm90:
 
         tile = (SM90_BLOCK, SEGMENT)
         sQc, gQc = copies(tma_q, cute.flat_divide(sQ, tile), cute.flat_divide(tQ, tile))
-        sTiles, gBlock = copies(tma_block, cute.flat_divide(sK, tile), cute.flat_divide(tBlock, tile))
+        if cutlass.const_expr(tiles.on("lean")):
+            sTiles, gBlock = None, None
+        else:
+            sTiles, gBlock = copies(tma_block, cute.flat_divide(sK, tile), cute.flat_divide(tBlock, tile))
         box = (self.box, SEGMENT)
         sBoxes, gPages = copies(tma_pages, cute.flat_divide(sK, box), cute.flat_divide(tPages, box))
 
@@ -175,6 +201,7 @@ class BlockAttentionSm90:
         store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy_q = cute.make_tiled_copy_A(load, qk_rotary).get_slice(thread)
         copy_p = cute.make_tiled_copy_C(store, qk).get_slice(thread)
+        rSum, rBefore = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
         # What both roles use, by name; no value here changes but registers and shared memory
         k = SimpleNamespace(
             qk=qk,
@@ -207,8 +234,8 @@ class BlockAttentionSm90:
             queries=(tma_q, gQc, sQc),
             mTable=mTable,
             num_pages=tPages.shape[2],
-            rSum=cute.make_rmem_tensor((2,), Float32),
-            rBefore=cute.make_rmem_tensor((2,), Float32),
+            rSum=rSum,
+            rBefore=rBefore,
             rTicket0=cute.make_rmem_tensor((self.boxes,), Int32),
             rTicket1=cute.make_rmem_tensor((self.boxes,), Int32),
             row_tile=row_tile,
@@ -218,6 +245,18 @@ class BlockAttentionSm90:
             thread=thread,
             scale_log2=scale_log2,
             block_rows=tBlock.shape[0],
+            raw=(
+                ptx.map_address(tma_pages, landed),
+                ptx.map_address(tma_block, landed),
+                shared.tokens.data_ptr().toint(),
+                landed.toint(),
+            ),
+            ahead=(
+                (mPages.iterator.toint(), mPages.stride[0] * 2),
+                mTable,
+                tPages.shape[2],
+            ),
+            traced=(2 * part, mBoundaries[part, 1], cute.recast_tensor(mPartial, Int32)),
         )
 
         first_request, first_tile = mBoundaries[part, 0], mBoundaries[part, 1]
@@ -235,13 +274,21 @@ class BlockAttentionSm90:
             aim(k, item, first_tile - 1, k.rTicket1, 1)
             if group == 0:
                 fetch_queries(k, first_request, (0, CHUNKS), True)
-                tiles.fill(*k.fills, k.rTicket0, k.warp, 0, LEFT)
-                tiles.fill(*k.fills, k.rTicket1, k.warp, 1, LEFT)
+                fill(k, k.rTicket0, 0, LEFT)
+                fill(k, k.rTicket1, 1, LEFT)
+                if cutlass.const_expr(tiles.on("l2")):
+                    look_ahead(k.ahead, item, first_tile + 2, k.warp + row_tile, k.fills[1], k.rTicket0)
             else:
-                tiles.fill(*k.fills, k.rTicket0, k.warp, 0, RIGHT)
-                tiles.fill(*k.fills, k.rTicket1, k.warp, 1, RIGHT)
+                fill(k, k.rTicket0, 0, RIGHT)
+                fill(k, k.rTicket1, 1, RIGHT)
 
         phase, phase_q = Int32(0), Int32(0)
+        before, before_begin, before_end, before_tiles = Int32(0), Int32(0), Int32(0), Int32(0)
+        live = Int32(0)
+        kept = SimpleNamespace(**vars(k))  # what a loop writes into a namespace cannot be used behind it
+        if cutlass.const_expr(tiles.on("defer")):
+            rO.fill(0.0)
+            rSum.fill(1.0)
         for request in cutlass.range(first_request, stop, unroll=1):
             following = request + 1
             if following >= stop:
@@ -260,20 +307,40 @@ class BlockAttentionSm90:
             if following == request:
                 next_end = Int32(0)
             item = (request, start, context, end, next_start, next_context, next_end)
-            rO.fill(0.0)
-            k.rSum.fill(0.0)
-            k.rBefore.fill(1.0)
-            if group == 0 and thread % 4 == 0:
-                sTop[row] = Float32(LOWEST)
-                sTop[row + 8] = Float32(LOWEST)
-            cute.arch.mbarrier_wait(landed_q, phase_q)
+            if cutlass.const_expr(not tiles.on("defer")):
+                rO.fill(0.0)
+                k.rSum.fill(0.0)
+                k.rBefore.fill(1.0)
+                if group == 0 and thread % 4 == 0:
+                    sTop[row] = Float32(LOWEST)
+                    sTop[row + 8] = Float32(LOWEST)
+            wait(landed_q, phase_q)
             phase_q = phase_q ^ 1
             cute.copy(load, copy_q.partition_S(sP1), copy_q.retile(rQ))
             cute.arch.barrier()  # the rotary part is in registers: P1 may take its place
             pairs = (end - begin + 1) // 2
+            if cutlass.const_expr(tiles.on("defer")):
+                fresh, last, other = (SimpleNamespace(**vars(k)) for _ in range(3))
+                if group == 0:
+                    score(fresh, phase, 0, (*range(*LEFT), *range(*RIGHT)))
+                    finish(last, mOut, mLse, mPartial, mPartialLse, before, part, before_begin, before_end, before_tiles, live)
+                    warpgroup.wait_group(0)
+                else:
+                    finish(other, mOut, mLse, mPartial, mPartialLse, before, part, before_begin, before_end, before_tiles, live)
+                rO.fill(0.0)
+                rSum.fill(0.0)
+                rBefore.fill(1.0)
+                if group == 0 and thread % 4 == 0:
+                    sTop[row] = Float32(LOWEST)
+                    sTop[row + 8] = Float32(LOWEST)
+                before, before_begin, before_end, before_tiles = request, begin, end, all_tiles
+                live = mOut.shape[1]
             if group == 0:
-                score(k, phase, 0, (*range(*LEFT), *range(*RIGHT)))
+                if cutlass.const_expr(not tiles.on("defer")):
+                    score(k, phase, 0, (*range(*LEFT), *range(*RIGHT)))
                 phase = phase ^ 1
+                if cutlass.const_expr(tiles.on("turn")):
+                    cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=THREADS)
                 warpgroup.wait_group(0)
                 for pair in cutlass.range(pairs - 1, unroll=1):
                     left(k, item, begin + 2 * pair, phase, False, False)
@@ -283,6 +350,8 @@ class BlockAttentionSm90:
                 else:
                     left(k, item, end - 1, phase, True, True)
             else:
+                if cutlass.const_expr(tiles.on("turn")):
+                    cute.arch.barrier(barrier_id=TURN, number_of_threads=THREADS)
                 if end - begin > 1:
                     score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
                     phase = phase ^ 1
@@ -290,6 +359,8 @@ class BlockAttentionSm90:
                 for pair in cutlass.range(pairs - 1, unroll=1):
                     even = begin + 2 * pair
                     right(k, item, even, False, False)
+                    if cutlass.const_expr(tiles.on("turn")):
+                        cute.arch.barrier(barrier_id=TURN, number_of_threads=THREADS)
                     if even + 3 < end:
                         score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
                         phase = phase ^ 1
@@ -301,7 +372,11 @@ class BlockAttentionSm90:
             if end - begin == 1:  # the second buffer was not used: it is filled for the next request all the same
                 aim(k, item, end, k.rTicket1, 1)
                 if group == 0:
-                    tiles.fill(*k.fills, k.rTicket1, k.warp, 1, LEFT)
+                    fill(k, k.rTicket1, 1, LEFT)
                 else:
-                    tiles.fill(*k.fills, k.rTicket1, k.warp, 1, RIGHT)
-            finish(k, mOut, mLse, mPartial, mPartialLse, request, part, begin, end, all_tiles)
+                    fill(k, k.rTicket1, 1, RIGHT)
+            if cutlass.const_expr(not tiles.on("defer")):
+                finish(k, mOut, mLse, mPartial, mPartialLse, request, part, begin, end, all_tiles, mOut.shape[1])
+        if cutlass.const_expr(tiles.on("defer")):
+            if first_request < stop:
+                finish(kept, mOut, mLse, mPartial, mPartialLse, before, part, before_begin, before_end, before_tiles, live)
