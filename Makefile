@@ -8,7 +8,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow lint bench clean
+.PHONY: demo test slow lint bench mpi clean
 
 demo: $(VENV)/.demo
 	$(BIN)/trtllm-dspark generate --compare
@@ -21,6 +21,12 @@ slow: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m cute_kernels.bench $(ARGS)
+
+# For the one test that launches processes with mpiexec. Where a part cannot be had, that test is skipped and says so.
+mpi: $(VENV)/.test
+	-command -v mpiexec >/dev/null || { export DEBIAN_FRONTEND=noninteractive; \
+		timeout 120 apt-get -qq update && timeout 240 apt-get -qq install --no-install-recommends --yes openmpi-bin; }
+	-timeout 120 $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 mpi4py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -75,6 +75,9 @@ def tasks(deployment: Deployment, arch: str) -> list[Task]:
         found.append(Task(context_append.NAME, append, context_append.compile_for))
     for base in deployment.base if rank else ():
         chains = [markov_chain.MarkovChainConfig(rank, n, base, dtype, codes=True) for n in markov_chain.GROUPS]
+        if arch == markov_chain.SM90_ARCH:
+            hopper = (markov_chain.sm90_config(rank, batch, base, dtype, True) for batch in markov_chain.SM90_BATCHES)
+            chains += dict.fromkeys(chain for chain in hopper if chain is not None)
         found += [Task(markov_chain.NAME, chain, markov_chain.compile_for) for chain in chains]
     return found
 

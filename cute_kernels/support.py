@@ -1,7 +1,15 @@
 """Whether a kernel can run here, said before anything is launched. Imports neither torch's CUDA state nor the compiler."""
 
+import csv
+import logging
+import re
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping
 from functools import lru_cache
+from hashlib import sha256
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,14 +17,78 @@ import torch
 from cute_kernels.arch import arch_of
 from cute_kernels.errors import KernelError, UnsupportedKernelError
 
-PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
+log = logging.getLogger(__name__)
+COMPILER = "nvidia-cutlass-dsl"
+PACKAGES = {"cutlass": COMPILER, "tvm_ffi": "apache-tvm-ffi"}
 
 
 @lru_cache(maxsize=1)
 def toolkit_reason() -> str | None:
-    """None where the compiler and the launch ABI are installed, else what to install."""
+    """None where the compiler and the launch ABI are installed, and the compiler whole; else what to install.
+
+    Logs the compiler's wheels once.
+    """
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
-    return f"{' and '.join(missing)} not installed: pip install 'trtllm-dspark[cute]'" if missing else None
+    if missing:
+        return f"{' and '.join(missing)} not installed: pip install 'trtllm-dspark[cute]'"
+    wheels = _compiler_wheels()
+    why = _version_reason(wheels) or _overwritten_reason(wheels)
+    if why is not None:
+        return f"{why}: pip uninstall -y {' '.join(wheels)}, then pip install 'trtllm-dspark[cute]'"
+    log.info("compiler: %s", ", ".join(f"{name} {wheel.version}" for name, wheel in wheels.items()) or "not from a wheel")
+    return None
+
+
+def _compiler_wheels() -> dict[str, Distribution]:
+    """By name: what is installed of the wheels that the compiler consists of, those of its extras too."""
+    found: dict[str, Distribution] = {}
+    names = [COMPILER]
+    for name in names:
+        try:
+            found[name] = distribution(name)
+        except PackageNotFoundError:  # of an extra that nobody asked for
+            continue
+        names += [other for other, _ in _pins(found[name]) if other not in names]
+    return found
+
+
+def _pins(wheel: Distribution) -> list[tuple[str, str]]:
+    """(name, version) of each further wheel of the compiler that this one asks for."""
+    return re.findall(rf"^({COMPILER}-[\w-]+) ?\(?==([\w.+]+)", "\n".join(wheel.requires or ()), re.MULTILINE)
+
+
+def _version_reason(wheels: Mapping[str, Distribution]) -> str | None:
+    """None where each wheel is of the version that the others ask for, else which is not."""
+    for name, wheel in wheels.items():
+        for other, version in _pins(wheel):
+            if other in wheels and wheels[other].version != version:
+                return f"{name} {wheel.version} needs {other} {version}, {wheels[other].version} is installed"
+    return None
+
+
+def _overwritten_reason(wheels: Mapping[str, Distribution]) -> str | None:
+    """None where files that several wheels bring, with different contents, are all on disk as one of these wheels has them."""
+    brought: dict[str, dict[str, str]] = {}  # file -> wheel -> SHA-256, as the wheel's RECORD has it
+    for name, wheel in wheels.items():
+        root = wheel.locate_file("")
+        for row in csv.reader((wheel.read_text("RECORD") or "").splitlines()):
+            if len(row) == 3 and row[1]:  # what an installer made itself has no digest
+                brought.setdefault(f"{root}/{row[0]}", {})[name] = row[1]
+    contested = {file: digests for file, digests in brought.items() if len(set(digests.values())) > 1}
+    found = {file: _recorded_digest(Path(file)) for file in contested}
+    losers = {name for file, digests in contested.items() for name, digest in digests.items() if digest != found[file]}
+    mixed = [file for file, digests in contested.items() if all(d != found[file] or n in losers for n, d in digests.items())]
+    if not mixed:
+        return None
+    writers = " and ".join(contested[mixed[0]])
+    return f"{writers} bring {len(contested)} files under the same names and none of them is whole on disk (look at {mixed[0]})"
+
+
+def _recorded_digest(file: Path) -> str | None:
+    """As a RECORD spells it; None where the file is gone."""
+    if not file.is_file():
+        return None
+    return "sha256=" + urlsafe_b64encode(sha256(file.read_bytes()).digest()).rstrip(b"=").decode()
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,14 @@ from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.version import __version__
 
 # command -> module in trtllm_dspark.commands
-COMMANDS = {"generate": "generate", "eval": "evaluate", "inspect": "inspect", "budget": "budget", "kernels": "kernels"}
+COMMANDS = {
+    "generate": "generate",
+    "eval": "evaluate",
+    "inspect": "inspect",
+    "budget": "budget",
+    "kernels": "kernels",
+    "doctor": "doctor",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,6 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
     build.add_argument("--page-size", default="64", metavar="P", help="tokens a page, such as 32,64 (default 64)")
     build.add_argument("--dtype", metavar="NAME", help="bfloat16 or float16; default: the checkpoint's")
     build.add_argument("--jobs", type=_positive, metavar="N", help="processes; default: one a core")
+
+    doctor = commands.add_parser("doctor", help="what happens with the TensorRT-LLM of this machine, or with a serving YAML")
+    doctor.add_argument("--config", metavar="FILE", help="check this YAML instead; tensorrt_llm is not imported")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

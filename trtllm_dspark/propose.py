@@ -50,7 +50,7 @@ class Drafter:
         """
         pages = -(-max_tokens // self.context.page_size)  # a table is as wide as its newest position, whatever was given up
         held = self._captured.get(num_drafts)
-        if held and held[-1].covers(max_batch, pages):
+        if held and held[-1].pages is self.context.pool.views and held[-1].covers(max_batch, pages):
             return
         sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
         steps, memory = [], torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None

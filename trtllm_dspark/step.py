@@ -189,7 +189,7 @@ class CapturedStep:
                 f"CapturedStep: a CUDA device and a backend that reads nothing on the host are required, this is "
                 f"{model.backend.name} on {device.type}. Draft without a graph."
             )
-        self.buffers, self._pages = buffers, pages
+        self.buffers, self.pages = buffers, pages
         rows = block_width(model, num_drafts, block_rows)
 
         def run() -> Proposal:
@@ -209,7 +209,7 @@ class CapturedStep:
 
     def takes(self, batch: int, view: ContextView) -> bool:
         """Whether a batch and its tables fit the buffers, and its pages are those whose addresses were captured."""
-        return view.pages is self._pages and self.covers(batch, view.page_table.shape[1])
+        return view.pages is self.pages and self.covers(batch, view.page_table.shape[1])
 
     def covers(self, batch: int, max_pages: int) -> bool:
         """Whether the buffers hold so many requests, and tables so wide."""

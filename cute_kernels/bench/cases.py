@@ -84,7 +84,8 @@ class BlockAttentionCase:
 
     @property
     def label(self) -> str:
-        return f"B={self.batch} context={self.context} H={self.heads} S={self.rows}"
+        pages = "" if self.page_size == 64 else f" P={self.page_size}"
+        return f"B={self.batch} context={self.context} H={self.heads} S={self.rows}{pages}"
 
     @property
     def width(self) -> int:

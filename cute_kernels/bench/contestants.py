@@ -14,10 +14,12 @@ import torch.nn.functional as F
 
 from cute_kernels.bench import flashinfer_mla
 from cute_kernels.bench.cases import BlockAttentionCase, ContextAppendCase, Inputs, MarkovChainCase, QueryRopeCase
-from cute_kernels.block_attention import BlockAttentionWorkspace, block_attention, plan_block_attention
+from cute_kernels.block_attention import BlockAttentionConfig, BlockAttentionWorkspace, block_attention, plan_block_attention
+from cute_kernels.block_attention.config import pick_schedule
 from cute_kernels.context_append import context_append
 from cute_kernels.markov_chain import markov_chain
 from cute_kernels.query_rope import query_rope
+from cute_kernels.support import arch_name
 
 Call = Callable[[], torch.Tensor]
 """One call on one set; gives the tensor that holds the result, however it got there."""
@@ -49,15 +51,21 @@ class Contestant:
         return None
 
 
-def our_attention(case: BlockAttentionCase, sets: list[Inputs], *, plan_each_call: bool) -> list[Call]:
-    """Attention and combine in every call, and the plan too or once for all."""
-    first = sets[0]
+def our_attention(
+    case: BlockAttentionCase, sets: list[Inputs], *, plan_each_call: bool, schedule: str | None = None
+) -> list[Call]:
+    """Attention and combine in every call, and the plan too or once for all. schedule None: what a drafter would take."""
+    first, device = sets[0], sets[0]["q"].device
+    if schedule is None and device.type == "cuda":  # elsewhere the call itself says what it needs
+        config = BlockAttentionConfig(case.value_width, case.width - case.value_width, case.page_size, "bfloat16")
+        schedule = pick_schedule(config, arch_name(device))
     workspace = BlockAttentionWorkspace.allocate(
         max_batch=case.batch,
         block_rows=case.rows,
         heads=case.heads,
         value_width=case.value_width,
-        device=first["q"].device,
+        device=device,
+        schedule=schedule or "portable",
     )
     max_context = first["page_table"].shape[1] * case.page_size
     plan = partial(plan_block_attention, first["context_len"], workspace=workspace, max_context=max_context)
@@ -143,8 +151,8 @@ def _turned(rotary: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(pairs * turn).flatten(-2)
 
 
-def our_chain(case: MarkovChainCase, sets: list[Inputs]) -> list[Call]:
-    return [partial(markov_chain, **inputs) for inputs in sets]
+def our_chain(case: MarkovChainCase, sets: list[Inputs], *, schedule: str | None = None) -> list[Call]:
+    return [partial(markov_chain, **inputs, schedule=schedule) for inputs in sets]
 
 
 def torch_chain(case: MarkovChainCase, sets: list[Inputs]) -> list[Call]:
@@ -175,6 +183,7 @@ CONTESTANTS: dict[str, tuple[Contestant, ...]] = {
             ours=True,
             note="The plan outside the clock, as a step's later layers find it.",
         ),
+        Contestant("ours, portable", partial(our_attention, plan_each_call=True, schedule="portable"), ours=True),
         Contestant(
             "torch", torch_attention, note="Gathers the pages, two matrix products in bf16; knows the lengths on the host."
         ),
@@ -197,6 +206,7 @@ CONTESTANTS: dict[str, tuple[Contestant, ...]] = {
     ),
     "markov_chain": (
         Contestant("ours", our_chain, ours=True),
+        Contestant("ours, portable", partial(our_chain, schedule="portable"), ours=True),
         Contestant("torch", torch_chain, note="linear in bf16, addition in place, argmax, for each step."),
     ),
 }

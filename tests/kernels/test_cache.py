@@ -108,6 +108,7 @@ def test_the_source_is_every_file_of_the_package(monkeypatch: pytest.MonkeyPatch
 # ----------------------------------------------------------------------------------------------------------------- order
 @needs_compiler
 def test_n10_compiled_once_then_memory_then_disk(build: Any, folder: Path) -> None:
+    """Fails where a compiled kernel is not kept for the process, or not for the next one."""
     first = get(build)
     assert get(build) is first and build.calls == 1
     assert [name.rsplit(".", 1)[1] for name in entries(folder)] == ["json", "o"]
@@ -219,6 +220,7 @@ print(type(cache.compiled(NAME, config, "sm_90a", build)).__name__)
 
 @needs_compiler
 def test_n17_processes_that_want_the_same_build_it_once(folder: Path, tmp_path: Path) -> None:
+    """Fails where processes that start together compile the same kernel twice, or one of them reads half of a file."""
     log = tmp_path / "race" / "log"
     log.parent.mkdir()
     log.with_suffix(".here").touch()
@@ -243,6 +245,7 @@ def test_a_failing_compile_names_kernel_configuration_and_architecture(folder: P
 
 
 def test_n09_a_kernel_first_met_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Fails where a kernel is compiled, or loaded for the first time, while a CUDA graph is being captured."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(KernelError, match=r"query_rope must be compiled before a CUDA graph is captured"):

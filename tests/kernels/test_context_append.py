@@ -155,6 +155,7 @@ def test_control_the_comparison_sees_a_wrong_kernel(wrong: Callable[..., None]) 
     ],
 )
 def test_n16_bad_arguments_are_named_before_anything_is_launched(name: str, change: Callable[[Any], Any], message: str) -> None:
+    """Fails where an operand of another shape, dtype or alignment than the compiler was promised reaches a launch."""
     case = make()
     with pytest.raises(KernelError, match=f"context_append: .*{message}"):
         context_append(**{**case, name: change(case[name])})
@@ -221,6 +222,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 def test_n13_kernel_equals_twin_at_every_size(page_size: int, dtype: torch.dtype) -> None:
+    """Fails where a number of tokens arrives in the kernel as another one: one compiled function for all of them."""
     for tokens in (1, 2, 7, 8, 9, 64, 1000):
         assert complaint(make(tokens, 5, page_size=page_size, dtype=dtype, device=DEVICE), context_append) is None, tokens
 
@@ -246,6 +248,7 @@ def test_pools_of_any_allocation(allocation: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("latent", "rotary"), [(8, 8), (64, 16), (256, 48), (512, 64), (520, 128), (1024, 256)])
 def test_n18_other_widths(latent: int, rotary: int) -> None:
+    """Fails where a width that is no power of two is rounded up and the neighbour's columns are written."""
     assert complaint(make(33, 3, latent, rotary, device=DEVICE), context_append) is None
 
 

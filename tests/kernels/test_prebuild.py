@@ -1,6 +1,7 @@
 """Kernels compiled ahead of time: found by the same keys that a launch looks up, and never compiled again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,14 @@ def test_hopper_gets_its_own_schedule_where_that_takes_the_draft() -> None:
     assert named["sm_90a"].count("block_attention_sm90") == named["sm_90a"].count("block_attention") == 1
     assert named["sm_80"].count("block_attention") == 2 and "block_attention_sm90" not in named["sm_80"]
     assert named["sm_90a"].count("block_attention_plan") == 2 and named["sm_80"].count("block_attention_plan") == 1
+
+
+def test_a_schedule_of_one_architecture_is_built_for_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails where the Hopper schedule of the Markov chain is forgotten, or compiled for another part."""
+    deployment, built = replace(SMALL, markov_rank=256), []
+    monkeypatch.setattr(prebuild, "_build_one", lambda item: built.append((item[0].config, item[1])))
+    build(deployment, ["sm_90a", "sm_100a"], tmp_path, jobs=1)
+    chains = [(config.groups, arch) for config, arch in built if getattr(config, "schedule", None) == "sm90"]
+    assert chains == [(1, "sm_90a"), (2, "sm_90a"), (4, "sm_90a")]
+    counts = [len(tasks(deployment, arch)) for arch in ("sm_90a", "sm_100a")]
+    assert len(built) == sum(counts) and counts[0] == counts[1] + len(chains)

@@ -93,6 +93,7 @@ def test_control_the_comparison_sees_a_wrong_kernel(wrong: Callable[..., None]) 
 
 
 def test_n20_the_dtype_of_out_is_never_guessed() -> None:
+    """Fails where rotated queries are written into a buffer of another dtype."""
     case = make()
     with pytest.raises(TypeError, match="must have the queries' dtype"):
         twin(**{**case, "out": case["out"].float()})
@@ -117,6 +118,7 @@ def test_n20_the_dtype_of_out_is_never_guessed() -> None:
 def test_n16_bad_arguments_are_named_before_anything_is_launched(
     name: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
+    """Fails where an operand of another shape, dtype or alignment than the compiler was promised reaches a launch."""
     case = make()
     with pytest.raises(KernelError, match=f"query_rope: .*{message}"):
         query_rope(**{**case, name: change(case[name])})
@@ -158,6 +160,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("heads", [1, 3, 4, 12, 64, 96, 128])
 def test_n13_kernel_equals_twin_at_every_size(heads: int, dtype: torch.dtype) -> None:
+    """Fails where batch, rows or heads arrive in the kernel as another number: one compiled function for all of them."""
     for batch, rows in ((1, 1), (1, 8), (7, 5), (64, 7)):
         assert complaint(make(batch, rows, heads, dtype=dtype, device=DEVICE, seed=rows), query_rope) is None, (batch, rows)
 
@@ -165,12 +168,14 @@ def test_n13_kernel_equals_twin_at_every_size(heads: int, dtype: torch.dtype) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("rotary", [8, 16, 48, 64, 128])
 def test_n18_no_neighbour_is_touched_at_any_width(rotary: int) -> None:
+    """Fails where a rotary width that is no power of two is rounded up and columns beside it are written."""
     for nope, latent in ((0, 0), (128, 512), (8, 72)):
         assert complaint(make(3, 5, 7, rotary=rotary, nope=nope, latent=latent, device=DEVICE), query_rope) is None
 
 
 @pytest.mark.gpu
 def test_n19_rotation_without_norm_and_weight_on_a_split_row() -> None:
+    """Fails where a query is normalised or weighted on its way, or more than the tail columns of its row is rotated."""
     case = make(2, 3, 4, device=DEVICE)
     case["rotary"].mul_(1000)  # a norm would take this factor away
     assert complaint(case, query_rope) is None
@@ -208,6 +213,7 @@ def test_under_a_graph_with_changed_inputs() -> None:
 
 @pytest.mark.gpu
 def test_n13_the_current_stream_is_followed() -> None:
+    """Fails where the launch goes to another stream than torch's current one: it would overtake the copies before it."""
     case, stream = make(4, 7, 8, device=DEVICE), torch.cuda.Stream()
     query_rope(**case)
     late = make(4, 7, 8, device=DEVICE, seed=1)

@@ -21,6 +21,7 @@ def test_every_part_has_its_target(capability: tuple[int, int], name: str) -> No
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 7), (10, 3), (12, 1), (13, 0)])
 def test_n14_a_part_without_a_target_is_refused_by_name(capability: tuple[int, int]) -> None:
+    """Fails where a part is taken for its neighbour: sm_103 and sm_121 run no code of sm_100a and sm_120a."""
     with pytest.raises(UnsupportedKernelError, match=f"this one is sm_{capability[0]}{capability[1]}"):
         arch_of(capability)
 
@@ -42,6 +43,7 @@ def part(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def test_n14_support_says_why_not(part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where a part that no kernel is compiled for, or no GPU, is an error at launch and not a reason before it."""
     assert support.device_reason(part((9, 0))) is None and support.arch_name(torch.device("cuda", 0)) == "sm_90a"
     assert "sm_103" in str(support.device_reason(part((10, 3))))
     assert "needs a CUDA device" in str(support.device_reason(torch.device("cpu")))
@@ -65,6 +67,7 @@ def test_a_missing_toolkit_is_named_with_what_to_install(missing: tuple[str, ...
 
 
 def test_n15_importing_the_kernels_imports_no_compiler() -> None:
+    """Fails where an import pulls the compiler in: a broken install of it would break everything else."""
     code = (
         "import sys, cute_kernels.context_append, cute_kernels.query_rope, cute_kernels.markov_chain, cute_kernels.gate\n"
         "print(sorted(m for m in ('cutlass', 'tvm_ffi', 'trtllm_dspark') if m in sys.modules))"
@@ -84,6 +87,7 @@ def test_n15_importing_the_kernels_imports_no_compiler() -> None:
     ],
 )
 def test_n16_alignment_is_checked_and_not_assumed(make, message: str | None) -> None:
+    """Fails where a view that starts between two multiples of 16 bytes, or whose rows do, passes."""
     if message is None:
         support.check_rows("kernel", "x", make())
     else:

@@ -29,7 +29,7 @@ ALLOWANCE = 2.0  # times the error of plain torch in the same dtype
 FLOOR = 2.0  # roundings of the dtype: what an exact computation may be off by
 VOCABULARY = 1009
 STEPS = 3
-BATCHES = (5, 9, 33)  # of the Markov chain: a kernel takes other tiles for larger ones
+BATCHES = (5, 9, 33, 65, 129)  # of the Markov chain: a kernel takes other tiles for larger ones
 TIMED_BATCH, TIMED_CONTEXT, TIMED_RUNS = 8, 4096, 15
 
 

@@ -150,6 +150,12 @@ class HostWorkerContract(LoadableModel):
                 "MLADSparkForCausalLM: the draft context must be paged (ctx_kv_cache and ctx_page_table), the host passed "
                 "a dense arena. Keep the draft KV cache manager enabled."
             )
+        for layer, view in enumerate(ctx_kv_cache):
+            if view.dim() != 5 or tuple(view.shape[1:3]) != (1, 1) or view.shape[4] != self._head_dim:
+                raise DSparkError(
+                    f"MLADSparkForCausalLM: ctx_kv_cache must be [num_pages, 1, 1, P, {self._head_dim}], layer {layer} is "
+                    f"{list(view.shape)}. Pass the draft pool's own views."
+                )
         pages = [view[:, 0, 0] for view in ctx_kv_cache]
         table = ctx_page_table.index_select(0, ctx_cache_batch_idx.long())
         hidden = self.draft_hidden(noise_embedding, query_positions, pages, table, num_ctx_per_req.int())
