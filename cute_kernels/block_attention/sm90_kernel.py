@@ -13,16 +13,13 @@ from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK, BlockAttent
 from cute_kernels.block_attention.sm90_roles import (
     HALF,
     THREADS,
-    TURN,
     aim,
     fetch_queries,
     fill,
     finish,
     left,
-    look_ahead,
     right,
     score,
-    wait,
 )
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, LOWEST, RIGHT
 from cute_kernels.support import smem_allocator
@@ -86,10 +83,7 @@ class BlockAttentionSm90:
             cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0])) for tensor in (mQ, mBlock, mPages)
         ]
         tma_q, tQ = cpasync.make_tiled_tma_atom(load, by_request[0], layout_p, tile)
-        if cutlass.const_expr(tiles.on("lean")):
-            tma_block, tBlock = cpasync.make_tiled_tma_atom(load, by_request[1], layout_box, (self.box, SEGMENT))
-        else:
-            tma_block, tBlock = cpasync.make_tiled_tma_atom(load, by_request[1], layout_p, tile)
+        tma_block, tBlock = cpasync.make_tiled_tma_atom(load, by_request[1], layout_box, (self.box, SEGMENT))
         tma_pages, tPages = cpasync.make_tiled_tma_atom(load, by_request[2], layout_box, (self.box, SEGMENT))
         self.kernel(
             tma_q,
@@ -110,13 +104,12 @@ class BlockAttentionSm90:
             layout_q,
             layout_k,
             layout_p,
-            mPages,
         ).launch(
             grid=[(mOut.shape[1] + SM90_BLOCK - 1) // SM90_BLOCK, mBoundaries.shape[0] - 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=tiles.on("pdl"),
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -143,7 +136,6 @@ class BlockAttentionSm90:
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         layout_p: cute.ComposedLayout,
-        mPages: cute.Tensor,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         row_tile, part, _ = cute.arch.block_idx()
@@ -171,24 +163,17 @@ class BlockAttentionSm90:
                 cute.arch.mbarrier_init(landed_q, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        if cutlass.const_expr(tiles.on("pdl")):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-
-        def copies(atom, target, source):
-            return cpasync.tma_partition(
-                atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
-            )
+        cute.arch.griddepcontrol_wait()  # before it, nothing of global memory is read or written
+        cute.arch.griddepcontrol_launch_dependents()
 
         tile = (SM90_BLOCK, SEGMENT)
-        sQc, gQc = copies(tma_q, cute.flat_divide(sQ, tile), cute.flat_divide(tQ, tile))
-        if cutlass.const_expr(tiles.on("lean")):
-            sTiles, gBlock = None, None
-        else:
-            sTiles, gBlock = copies(tma_block, cute.flat_divide(sK, tile), cute.flat_divide(tBlock, tile))
-        box = (self.box, SEGMENT)
-        sBoxes, gPages = copies(tma_pages, cute.flat_divide(sK, box), cute.flat_divide(tPages, box))
-
+        sQc, gQc = cpasync.tma_partition(
+            tma_q,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.flat_divide(sQ, tile), 0, 2),
+            cute.group_modes(cute.flat_divide(tQ, tile), 0, 2),
+        )
         thread_qk, thread_pv = qk.get_slice(thread), pv_own.get_slice(thread)
         all_qk, all_pv = qk.get_slice(0), pv_own.get_slice(0)
         sKv = cute.local_tile(sK, (SM90_BLOCK, self.config.value_width, 2), (0, 0, 0))
@@ -201,7 +186,6 @@ class BlockAttentionSm90:
         store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy_q = cute.make_tiled_copy_A(load, qk_rotary).get_slice(thread)
         copy_p = cute.make_tiled_copy_C(store, qk).get_slice(thread)
-        rSum, rBefore = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
         # What both roles use, by name; no value here changes but registers and shared memory
         k = SimpleNamespace(
             qk=qk,
@@ -230,12 +214,16 @@ class BlockAttentionSm90:
             copy_p=copy_p,
             sP0=copy_p.partition_D(sP0),
             sP1=copy_p.partition_D(sP1),
-            fills=(tma_pages, gPages, sBoxes, tma_block, gBlock, sTiles, landed),
+            map_pages=ptx.map_address(tma_pages, landed),
+            map_block=ptx.map_address(tma_block, landed),
+            tokens_at=shared.tokens.data_ptr().toint(),
+            landed_at=landed.toint(),
+            boxes_of_page=cute.make_layout(self.config.page_size // self.box),  # its size stays a constant, an int does not
+            num_pages=tPages.shape[2],
             queries=(tma_q, gQc, sQc),
             mTable=mTable,
-            num_pages=tPages.shape[2],
-            rSum=rSum,
-            rBefore=rBefore,
+            rSum=cute.make_rmem_tensor((2,), Float32),
+            rBefore=cute.make_rmem_tensor((2,), Float32),
             rTicket0=cute.make_rmem_tensor((self.boxes,), Int32),
             rTicket1=cute.make_rmem_tensor((self.boxes,), Int32),
             row_tile=row_tile,
@@ -245,18 +233,6 @@ class BlockAttentionSm90:
             thread=thread,
             scale_log2=scale_log2,
             block_rows=tBlock.shape[0],
-            raw=(
-                ptx.map_address(tma_pages, landed),
-                ptx.map_address(tma_block, landed),
-                shared.tokens.data_ptr().toint(),
-                landed.toint(),
-            ),
-            ahead=(
-                (mPages.iterator.toint(), mPages.stride[0] * 2),
-                mTable,
-                tPages.shape[2],
-            ),
-            traced=(2 * part, mBoundaries[part, 1], cute.recast_tensor(mPartial, Int32)),
         )
 
         first_request, first_tile = mBoundaries[part, 0], mBoundaries[part, 1]
@@ -276,19 +252,11 @@ class BlockAttentionSm90:
                 fetch_queries(k, first_request, (0, CHUNKS), True)
                 fill(k, k.rTicket0, 0, LEFT)
                 fill(k, k.rTicket1, 1, LEFT)
-                if cutlass.const_expr(tiles.on("l2")):
-                    look_ahead(k.ahead, item, first_tile + 2, k.warp + row_tile, k.fills[1], k.rTicket0)
             else:
                 fill(k, k.rTicket0, 0, RIGHT)
                 fill(k, k.rTicket1, 1, RIGHT)
 
         phase, phase_q = Int32(0), Int32(0)
-        before, before_begin, before_end, before_tiles = Int32(0), Int32(0), Int32(0), Int32(0)
-        live = Int32(0)
-        kept = SimpleNamespace(**vars(k))  # what a loop writes into a namespace cannot be used behind it
-        if cutlass.const_expr(tiles.on("defer")):
-            rO.fill(0.0)
-            rSum.fill(1.0)
         for request in cutlass.range(first_request, stop, unroll=1):
             following = request + 1
             if following >= stop:
@@ -307,40 +275,20 @@ class BlockAttentionSm90:
             if following == request:
                 next_end = Int32(0)
             item = (request, start, context, end, next_start, next_context, next_end)
-            if cutlass.const_expr(not tiles.on("defer")):
-                rO.fill(0.0)
-                k.rSum.fill(0.0)
-                k.rBefore.fill(1.0)
-                if group == 0 and thread % 4 == 0:
-                    sTop[row] = Float32(LOWEST)
-                    sTop[row + 8] = Float32(LOWEST)
-            wait(landed_q, phase_q)
+            rO.fill(0.0)
+            k.rSum.fill(0.0)
+            k.rBefore.fill(1.0)
+            if group == 0 and thread % 4 == 0:
+                sTop[row] = Float32(LOWEST)
+                sTop[row + 8] = Float32(LOWEST)
+            ptx.wait(landed_q, phase_q)
             phase_q = phase_q ^ 1
             cute.copy(load, copy_q.partition_S(sP1), copy_q.retile(rQ))
             cute.arch.barrier()  # the rotary part is in registers: P1 may take its place
             pairs = (end - begin + 1) // 2
-            if cutlass.const_expr(tiles.on("defer")):
-                fresh, last, other = (SimpleNamespace(**vars(k)) for _ in range(3))
-                if group == 0:
-                    score(fresh, phase, 0, (*range(*LEFT), *range(*RIGHT)))
-                    finish(last, mOut, mLse, mPartial, mPartialLse, before, part, before_begin, before_end, before_tiles, live)
-                    warpgroup.wait_group(0)
-                else:
-                    finish(other, mOut, mLse, mPartial, mPartialLse, before, part, before_begin, before_end, before_tiles, live)
-                rO.fill(0.0)
-                rSum.fill(0.0)
-                rBefore.fill(1.0)
-                if group == 0 and thread % 4 == 0:
-                    sTop[row] = Float32(LOWEST)
-                    sTop[row + 8] = Float32(LOWEST)
-                before, before_begin, before_end, before_tiles = request, begin, end, all_tiles
-                live = mOut.shape[1]
             if group == 0:
-                if cutlass.const_expr(not tiles.on("defer")):
-                    score(k, phase, 0, (*range(*LEFT), *range(*RIGHT)))
+                score(k, phase, 0, (*range(*LEFT), *range(*RIGHT)))
                 phase = phase ^ 1
-                if cutlass.const_expr(tiles.on("turn")):
-                    cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=THREADS)
                 warpgroup.wait_group(0)
                 for pair in cutlass.range(pairs - 1, unroll=1):
                     left(k, item, begin + 2 * pair, phase, False, False)
@@ -350,8 +298,6 @@ class BlockAttentionSm90:
                 else:
                     left(k, item, end - 1, phase, True, True)
             else:
-                if cutlass.const_expr(tiles.on("turn")):
-                    cute.arch.barrier(barrier_id=TURN, number_of_threads=THREADS)
                 if end - begin > 1:
                     score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
                     phase = phase ^ 1
@@ -359,8 +305,6 @@ class BlockAttentionSm90:
                 for pair in cutlass.range(pairs - 1, unroll=1):
                     even = begin + 2 * pair
                     right(k, item, even, False, False)
-                    if cutlass.const_expr(tiles.on("turn")):
-                        cute.arch.barrier(barrier_id=TURN, number_of_threads=THREADS)
                     if even + 3 < end:
                         score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
                         phase = phase ^ 1
@@ -375,8 +319,4 @@ class BlockAttentionSm90:
                     fill(k, k.rTicket1, 1, LEFT)
                 else:
                     fill(k, k.rTicket1, 1, RIGHT)
-            if cutlass.const_expr(not tiles.on("defer")):
-                finish(k, mOut, mLse, mPartial, mPartialLse, request, part, begin, end, all_tiles, mOut.shape[1])
-        if cutlass.const_expr(tiles.on("defer")):
-            if first_request < stop:
-                finish(kept, mOut, mLse, mPartial, mPartialLse, before, part, before_begin, before_end, before_tiles, live)
+            finish(k, mOut, mLse, mPartial, mPartialLse, request, part, begin, end, all_tiles)

@@ -6,9 +6,9 @@ from cutlass._mlir.dialects import cute_nvgpu, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 
-def _asm(text, constraints, *operands, result=None, loc=None, ip=None):
-    return llvm.inline_asm(
-        result,
+def _asm(text, constraints, *operands, loc=None, ip=None):
+    llvm.inline_asm(
+        None,
         list(operands),
         text,
         constraints,
@@ -21,8 +21,8 @@ def _asm(text, constraints, *operands, result=None, loc=None, ip=None):
 
 
 @dsl_user_op
-def wait_spinning(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> None:
-    """Wait for a phase of a barrier; try_wait without the hint that ptxas makes a sleep of."""
+def wait(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> None:
+    """Wait for a phase of a barrier in shared memory. It spins: `mbarrier_wait` of the DSL sleeps between two looks."""
     text = (
         "{\n\t.reg .pred P1;\n\tLAB_WAIT:\n\tmbarrier.try_wait.parity.shared::cta.b64 P1, [$0], $1;\n\t"
         "@P1 bra.uni DONE;\n\tbra.uni LAB_WAIT;\n\tDONE:\n\t}"
@@ -35,7 +35,7 @@ def wait_spinning(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> 
 def copy_box(
     target: Int32, tensor_map: Int64, column: Int32, row: Int32, index: Int32, barrier: Int32, *, loc=None, ip=None
 ) -> None:
-    """One box of a 3-D tensor map to shared memory; one thread issues it."""
+    """Copy one box of a 3-D tensor map to shared memory, addresses as numbers; one thread issues it."""
     text = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4}], [$5];"
     ints = [Int32(x).ir_value(loc=loc, ip=ip) for x in (column, row, index, barrier)]
     _asm(
@@ -44,19 +44,6 @@ def copy_box(
         Int32(target).ir_value(loc=loc, ip=ip),
         Int64(tensor_map).ir_value(loc=loc, ip=ip),
         *ints,
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
-def prefetch_bytes(address: Int64, size: Int32, *, loc=None, ip=None) -> None:
-    """Ask for bytes of global memory to be brought into the L2; one thread issues it."""
-    _asm(
-        "cp.async.bulk.prefetch.L2.global [$0], $1;",
-        "l,r,~{memory}",
-        Int64(address).ir_value(loc=loc, ip=ip),
-        Int32(size).ir_value(loc=loc, ip=ip),
         loc=loc,
         ip=ip,
     )
@@ -81,9 +68,3 @@ def expect_bytes(barrier: Int32, size: Int32, *, loc=None, ip=None) -> None:
         loc=loc,
         ip=ip,
     )
-
-
-@dsl_user_op
-def clock(*, loc=None, ip=None) -> Int32:
-    """Low half of the multiprocessor's cycle counter."""
-    return Int32(_asm("mov.u32 $0, %clock;", "=r", result=T.i32(), loc=loc, ip=ip))
