@@ -2,14 +2,20 @@
 
 A request is split where a part begins inside it. The block row of the grid that stands for the first such part merges the
 request; all others return at once. A request that is whole was written by the attention itself and is not touched.
+
+A warp merges a row, and a lane's loads of all its columns are in flight together. From sm_90 on the launch starts while the
+attention ends, and every block, one that will return at once too, waits for the attention before it reads or writes anything:
+the kernel behind may then take the end of this one for the end of all before it.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from cute_kernels.block_attention.config import is_dependent_launch
+
 COMBINE = "block_attention_combine"
-COMBINE_THREADS = 128  # at least; rows of a block make it up
-FLOATS = 4  # of a 16-byte load
+WARP = 32
+ROWS = 4  # of a block, a warp each
 
 
 @dataclass(frozen=True)
@@ -24,9 +30,9 @@ class CombineConfig:
     dtype: str
 
     @property
-    def rows(self) -> int:
-        """Packed rows of a block."""
-        return max(1, COMBINE_THREADS * FLOATS // self.value_width)
+    def floats(self) -> int:
+        """Of one load: 16 bytes, or 8 where a warp's loads of 16 would pass the end of a row."""
+        return 4 if self.value_width % (4 * WARP) == 0 else 2
 
 
 def kernel_class() -> type:
@@ -35,10 +41,10 @@ def kernel_class() -> type:
     from cutlass import Float32, Int32, cute
 
     class BlockAttentionCombine:
-        def __init__(self, config: CombineConfig) -> None:
-            self.config = config
+        def __init__(self, config: CombineConfig, is_dependent: bool) -> None:
+            self.is_dependent = is_dependent
             self.dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
-            self.columns = config.value_width // FLOATS  # threads of a row
+            self.floats, self.vectors = config.floats, config.value_width // (config.floats * WARP)  # vectors: of a lane
 
         @cute.jit
         def __call__(
@@ -52,9 +58,10 @@ def kernel_class() -> type:
             stream,
         ):
             self.kernel(mRequests, mBoundaries, mPartial, mPartialLse, mOut, mLse).launch(
-                grid=[(mOut.shape[1] + self.config.rows - 1) // self.config.rows, mBoundaries.shape[0] - 2, 1],
-                block=[self.config.rows * self.columns, 1, 1],
+                grid=[(mOut.shape[1] + ROWS - 1) // ROWS, mBoundaries.shape[0] - 2, 1],
+                block=[ROWS * WARP, 1, 1],
                 stream=stream,
+                use_pdl=self.is_dependent,
             )
 
         @cute.jit
@@ -78,7 +85,10 @@ def kernel_class() -> type:
             tidx, _, _ = cute.arch.thread_idx()
             row_block, part, _ = cute.arch.block_idx()
             part += 1
-            row, vector = row_block * self.config.rows + tidx // self.columns, tidx % self.columns
+            if cutlass.const_expr(self.is_dependent):
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+            row, lane = row_block * ROWS + tidx // WARP, tidx % WARP
             request, tile = mBoundaries[part, 0], mBoundaries[part, 1]
             if tile > 0 and row < mOut.shape[1]:
                 first_part, pieces = mRequests[request, 2], mRequests[request, 3]
@@ -87,19 +97,23 @@ def kernel_class() -> type:
                     for piece in cutlass.range(pieces, unroll=4):
                         top = cute.arch.fmax(top, mPartialLse[self.slot_of(first_part, piece), row])
                     weights = Float32(0.0)
-                    rSum = cute.make_rmem_tensor((FLOATS,), Float32)
-                    rPart = cute.make_rmem_tensor((FLOATS,), Float32)
-                    rOut = cute.make_rmem_tensor((FLOATS,), self.dtype)
+                    rSum = cute.make_rmem_tensor((self.floats, self.vectors), Float32)
+                    rPart = cute.make_rmem_tensor((self.floats, self.vectors), Float32)
+                    rOut = cute.make_rmem_tensor((self.floats, self.vectors), self.dtype)
                     rSum.fill(0.0)
                     for piece in cutlass.range(pieces, unroll=4):
                         slot = self.slot_of(first_part, piece)
                         weight = cute.math.exp2(mPartialLse[slot, row] - top, fastmath=True)
                         weights += weight
-                        cute.autovec_copy(cute.tiled_divide(mPartial[slot, row, None], (FLOATS,))[None, vector], rPart)
+                        for v in cutlass.range_constexpr(self.vectors):
+                            source = cute.tiled_divide(mPartial[slot, row, None], (self.floats,))[None, lane + v * WARP]
+                            cute.autovec_copy(source, rPart[None, v])
                         rSum.store(rSum.load() + rPart.load() * weight)
                     rOut.store((rSum.load() * cute.arch.rcp_approx(weights)).to(self.dtype))
-                    cute.autovec_copy(rOut, cute.tiled_divide(mOut[request, row, None], (FLOATS,))[None, vector])
-                    if vector == 0:
+                    for v in cutlass.range_constexpr(self.vectors):
+                        target = cute.tiled_divide(mOut[request, row, None], (self.floats,))[None, lane + v * WARP]
+                        cute.autovec_copy(rOut[None, v], target)
+                    if lane == 0:
                         mLse[request, row] = top + cute.math.log2(weights, fastmath=True)
 
     return BlockAttentionCombine
@@ -119,7 +133,7 @@ def compile_for(config: CombineConfig, arch: str, options: str = "") -> Any:
         return cute.sym_int64(divisibility=8)
 
     return cute.compile(
-        kernel_class()(config),
+        kernel_class()(config, is_dependent_launch(arch)),
         make_fake_tensor(Int32, (batch, 4), stride=(4, 1), assumed_align=16),
         make_fake_tensor(Int32, (bounds, 2), stride=(2, 1), assumed_align=8),
         make_fake_tensor(Float32, (slots, rows, value), stride=(stride(), value, 1), assumed_align=16),

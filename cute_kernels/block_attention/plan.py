@@ -3,11 +3,14 @@
 A batch is a line of costs: per request item_cost, then one for each tile of its context and block. The line is cut into
 equal parts; a part begins at a (request, tile) and ends where the next begins. A request that a cut falls into is split,
 and its pieces are merged by `combine`. The twin in `cute_kernels.reference.block_attention` says it in a few lines.
+
+From sm_90 on it is launched while the kernel before it ends. It waits for that kernel first of all: the lengths may be new, and
+the layers of the step before may still read the list.
 """
 
 from typing import Any
 
-from cute_kernels.block_attention.config import Schedule
+from cute_kernels.block_attention.config import Schedule, is_dependent_launch
 from cute_kernels.support import smem_allocator
 
 PLAN = "block_attention_plan"
@@ -20,8 +23,8 @@ def kernel_class() -> type:
     from cutlass import Int32, cute
 
     class BlockAttentionPlan:
-        def __init__(self, schedule: Schedule) -> None:
-            self.schedule = schedule
+        def __init__(self, schedule: Schedule, is_dependent: bool) -> None:
+            self.schedule, self.is_dependent = schedule, is_dependent
 
         @cute.jit
         def cost(self, start: Int32, context: Int32, block_rows: Int32) -> Int32:
@@ -48,7 +51,7 @@ def kernel_class() -> type:
             stream,
         ):
             self.kernel(mLength, mStart, mRequests, mBoundaries, has_start, block_rows, max_context).launch(
-                grid=[1, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream
+                grid=[1, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream, use_pdl=self.is_dependent
             )
 
         @cute.kernel
@@ -62,6 +65,9 @@ def kernel_class() -> type:
             block_rows: Int32,
             max_context: Int32,
         ):
+            if cutlass.const_expr(self.is_dependent):
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
             tidx, _, _ = cute.arch.thread_idx()
             batch, parts = mLength.shape[0], mBoundaries.shape[0] - 1
             sEnd = smem_allocator().allocate_tensor(Int32, cute.make_layout((PLAN_THREADS,)), byte_alignment=16)
@@ -142,7 +148,7 @@ def compile_for(schedule: Schedule, arch: str, options: str = "") -> Any:
 
     batch, bounds = cute.sym_int(), cute.sym_int()
     return cute.compile(
-        kernel_class()(schedule),
+        kernel_class()(schedule, is_dependent_launch(arch)),
         make_fake_tensor(Int32, (batch,), stride=(1,), assumed_align=4),
         make_fake_tensor(Int32, (batch,), stride=(1,), assumed_align=4),
         make_fake_tensor(Int32, (batch, 4), stride=(4, 1), assumed_align=16),

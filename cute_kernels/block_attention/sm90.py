@@ -21,6 +21,11 @@ pair of tiles, in order:
 
 The last tile of a request may have no partner; then right has no softmax and P1 is not used.
 
+What comes into a buffer next is looked up in the page table by the first warp of each warpgroup, which issues the copies, while
+a value product runs: a miss would stall the softmax. The copies are issued by one thread, without a branch that tells the
+context from the block. Waits for a buffer spin. At the end four threads of a row trade their columns, so that a store of the
+output is 16 bytes.
+
 Why no barrier is overrun: a warpgroup arrives at one for the second time only after it has waited for another at which the
 other warpgroup arrived after it had waited for the first: FIRST(n) < SECOND(n) < P0(n) < P1(n) < FIRST(n + 1). Where P1 is left
 out, the request ends, and barriers of the whole block follow. SECOND also says that right has done with P0 of the pair before.
@@ -31,6 +36,12 @@ SECOND, for which the filler has waited. Each use of a buffer is followed by one
 has a tile for it, then from the next request, whose first two tiles thus come early; where a request does not use the second
 buffer, the fill comes at its end. The phase of a buffer's barriers therefore turns with each score. The next request's queries
 are fetched after the last SECOND, when all scores have retired, their rotary part when the last P1 was read.
+
+The launch is a dependent one: a block sets up its barriers while the kernel before it, whatever that is, ends. Then every
+block, one without work too, waits for that kernel (griddepcontrol.wait) before it reads or writes global memory. Plan and merge
+do the same, so that the end of one of these kernels means the end of all before it: the queries are there, the plan is there,
+and no earlier reader is left of the output or of the pieces that this one writes. A kernel behind that is launched as usual
+waits for the end of this one. The copies' descriptors, fetched before the wait, are arguments of the launch.
 
 A row that is not live (before the start, past the end; unread pages may hold NaN) is masked in the scores and zeroed in
 shared memory before the value product, each warpgroup its own columns, after the tile's scores retired.

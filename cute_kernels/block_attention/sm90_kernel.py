@@ -7,9 +7,20 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK, BlockAttentionConfig
-from cute_kernels.block_attention.sm90_roles import HALF, THREADS, aim, fetch_queries, finish, left, right, score
+from cute_kernels.block_attention.sm90_roles import (
+    HALF,
+    THREADS,
+    aim,
+    fetch_queries,
+    fill,
+    finish,
+    left,
+    right,
+    score,
+)
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, LOWEST, RIGHT
 from cute_kernels.support import smem_allocator
 
@@ -72,7 +83,7 @@ class BlockAttentionSm90:
             cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0])) for tensor in (mQ, mBlock, mPages)
         ]
         tma_q, tQ = cpasync.make_tiled_tma_atom(load, by_request[0], layout_p, tile)
-        tma_block, tBlock = cpasync.make_tiled_tma_atom(load, by_request[1], layout_p, tile)
+        tma_block, tBlock = cpasync.make_tiled_tma_atom(load, by_request[1], layout_box, (self.box, SEGMENT))
         tma_pages, tPages = cpasync.make_tiled_tma_atom(load, by_request[2], layout_box, (self.box, SEGMENT))
         self.kernel(
             tma_q,
@@ -98,6 +109,7 @@ class BlockAttentionSm90:
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -151,18 +163,17 @@ class BlockAttentionSm90:
                 cute.arch.mbarrier_init(landed_q, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-
-        def copies(atom, target, source):
-            return cpasync.tma_partition(
-                atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
-            )
+        cute.arch.griddepcontrol_wait()  # before it, nothing of global memory is read or written
+        cute.arch.griddepcontrol_launch_dependents()
 
         tile = (SM90_BLOCK, SEGMENT)
-        sQc, gQc = copies(tma_q, cute.flat_divide(sQ, tile), cute.flat_divide(tQ, tile))
-        sTiles, gBlock = copies(tma_block, cute.flat_divide(sK, tile), cute.flat_divide(tBlock, tile))
-        box = (self.box, SEGMENT)
-        sBoxes, gPages = copies(tma_pages, cute.flat_divide(sK, box), cute.flat_divide(tPages, box))
-
+        sQc, gQc = cpasync.tma_partition(
+            tma_q,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.flat_divide(sQ, tile), 0, 2),
+            cute.group_modes(cute.flat_divide(tQ, tile), 0, 2),
+        )
         thread_qk, thread_pv = qk.get_slice(thread), pv_own.get_slice(thread)
         all_qk, all_pv = qk.get_slice(0), pv_own.get_slice(0)
         sKv = cute.local_tile(sK, (SM90_BLOCK, self.config.value_width, 2), (0, 0, 0))
@@ -203,10 +214,14 @@ class BlockAttentionSm90:
             copy_p=copy_p,
             sP0=copy_p.partition_D(sP0),
             sP1=copy_p.partition_D(sP1),
-            fills=(tma_pages, gPages, sBoxes, tma_block, gBlock, sTiles, landed),
+            map_pages=ptx.map_address(tma_pages, landed),
+            map_block=ptx.map_address(tma_block, landed),
+            tokens_at=shared.tokens.data_ptr().toint(),
+            landed_at=landed.toint(),
+            boxes_of_page=cute.make_layout(self.config.page_size // self.box),  # its size stays a constant, an int does not
+            num_pages=tPages.shape[2],
             queries=(tma_q, gQc, sQc),
             mTable=mTable,
-            num_pages=tPages.shape[2],
             rSum=cute.make_rmem_tensor((2,), Float32),
             rBefore=cute.make_rmem_tensor((2,), Float32),
             rTicket0=cute.make_rmem_tensor((self.boxes,), Int32),
@@ -235,11 +250,11 @@ class BlockAttentionSm90:
             aim(k, item, first_tile - 1, k.rTicket1, 1)
             if group == 0:
                 fetch_queries(k, first_request, (0, CHUNKS), True)
-                tiles.fill(*k.fills, k.rTicket0, k.warp, 0, LEFT)
-                tiles.fill(*k.fills, k.rTicket1, k.warp, 1, LEFT)
+                fill(k, k.rTicket0, 0, LEFT)
+                fill(k, k.rTicket1, 1, LEFT)
             else:
-                tiles.fill(*k.fills, k.rTicket0, k.warp, 0, RIGHT)
-                tiles.fill(*k.fills, k.rTicket1, k.warp, 1, RIGHT)
+                fill(k, k.rTicket0, 0, RIGHT)
+                fill(k, k.rTicket1, 1, RIGHT)
 
         phase, phase_q = Int32(0), Int32(0)
         for request in cutlass.range(first_request, stop, unroll=1):
@@ -266,7 +281,7 @@ class BlockAttentionSm90:
             if group == 0 and thread % 4 == 0:
                 sTop[row] = Float32(LOWEST)
                 sTop[row + 8] = Float32(LOWEST)
-            cute.arch.mbarrier_wait(landed_q, phase_q)
+            ptx.wait(landed_q, phase_q)
             phase_q = phase_q ^ 1
             cute.copy(load, copy_q.partition_S(sP1), copy_q.retile(rQ))
             cute.arch.barrier()  # the rotary part is in registers: P1 may take its place
@@ -301,7 +316,7 @@ class BlockAttentionSm90:
             if end - begin == 1:  # the second buffer was not used: it is filled for the next request all the same
                 aim(k, item, end, k.rTicket1, 1)
                 if group == 0:
-                    tiles.fill(*k.fills, k.rTicket1, k.warp, 1, LEFT)
+                    fill(k, k.rTicket1, 1, LEFT)
                 else:
-                    tiles.fill(*k.fills, k.rTicket1, k.warp, 1, RIGHT)
+                    fill(k, k.rTicket1, 1, RIGHT)
             finish(k, mOut, mLse, mPartial, mPartialLse, request, part, begin, end, all_tiles)

@@ -13,6 +13,7 @@ CHUNKS = 9  # of 64 columns in a latent, 8 of them values
 LEFT, RIGHT = (0, 4), (4, 9)  # chunks that a warpgroup fills: those it sums, and right the rotary part too
 CHUNK_BYTES = SM90_BLOCK * SEGMENT * 2
 NOTHING = -(2**31)  # a ticket for no tile
+SHIFT = SM90_BLOCK.bit_length() - 1  # positions are not negative: a shift divides where // would take five instructions
 LOWEST = -1e30  # a running maximum that is finite: with it a masked score has weight 0 and nothing is inf - inf
 
 
@@ -44,14 +45,14 @@ def context_tiles(start: Int32, context: Int32) -> Int32:
     """Tiles of a context; the block's tile comes behind them."""
     tiles = Int32(0)
     if context > 0:
-        tiles = (start + context + SM90_BLOCK - 1) // SM90_BLOCK - start // SM90_BLOCK
+        tiles = ((start + context + SM90_BLOCK - 1) >> SHIFT) - (start >> SHIFT)
     return tiles
 
 
 @cute.jit
 def find(
     mTable: cute.Tensor,
-    gPages: cute.Tensor,  # TMA view (box, boxes of a page, chunks, pages)
+    boxes_of_page: cute.Layout,  # its size is the number
     num_pages: Int32,
     request: Int32,
     start: Int32,
@@ -62,68 +63,28 @@ def find(
     """Tickets for a tile: page * (boxes of a page) + box; -1 - request for the block. A page that is none is num_pages,
     which a copy reads as zeros. Entries of the table outside the context are not read.
     """
-    boxes, per_page = cute.size(rTicket.shape), cute.size(gPages.shape[1])
+    boxes, per_page = cute.size(rTicket.shape), cute.size(boxes_of_page)
     box = SM90_BLOCK // boxes
-    position = (start // SM90_BLOCK + tile) * SM90_BLOCK
+    page_shift, box_shift = (box * per_page).bit_length() - 1, box.bit_length() - 1
+    position = ((start >> SHIFT) + tile) << SHIFT
     stop = start + context
     if context > 0 and position < stop:
         for i in cutlass.range_constexpr(boxes):
             first = position + i * box
-            entry, page = first // (box * per_page), num_pages
+            entry, page = first >> page_shift, num_pages
             if first < stop and first + box > start and entry < mTable.shape[1]:
                 page = mTable[request, entry]
                 if page < 0 or page > num_pages:
                     page = num_pages
-            rTicket[i] = page * per_page + first // box % per_page
+            rTicket[i] = page * per_page + ((first >> box_shift) & (per_page - 1))
     else:
         rTicket[0] = -1 - request
 
 
 @cute.jit
-def fill(
-    tma_pages: cute.CopyAtom,
-    gPages: cute.Tensor,  # TMA view (box, boxes of a page, chunks, pages)
-    sBoxes: cute.Tensor,  # (box, boxes of a tile, chunks, 2)
-    tma_block: cute.CopyAtom,
-    gBlock: cute.Tensor,  # (tile, 1, chunks, requests)
-    sTiles: cute.Tensor,  # (tile, 1, chunks, 2)
-    landed: cute.Pointer,  # 2 * CHUNKS barriers
-    rTicket: cute.Tensor,
-    warp: Int32,  # in its warpgroup; the first one issues
-    stage: cutlass.Constexpr[int],
-    chunks: cutlass.Constexpr,
-):
-    """Issue the copies of some chunks of a tile into a buffer; each chunk has a barrier."""
-    boxes = cute.size(rTicket.shape)
-    per_page = cute.size(gPages.shape[1])
-    if warp == 0 and rTicket[0] != NOTHING:
-        for c in cutlass.range_constexpr(*chunks):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(landed + (stage * CHUNKS + c), CHUNK_BYTES)
-        if rTicket[0] >= 0:
-            for c in cutlass.range_constexpr(*chunks):
-                for i in cutlass.range_constexpr(boxes):
-                    page, box = rTicket[i] // per_page, rTicket[i] % per_page
-                    cute.copy(
-                        tma_pages,
-                        gPages[None, box, c, page],
-                        sBoxes[None, i, c, stage],
-                        tma_bar_ptr=landed + (stage * CHUNKS + c),
-                    )
-        else:
-            for c in cutlass.range_constexpr(*chunks):
-                cute.copy(
-                    tma_block,
-                    gBlock[None, 0, c, -1 - rTicket[0]],
-                    sTiles[None, 0, c, stage],
-                    tma_bar_ptr=landed + (stage * CHUNKS + c),
-                )
-
-
-@cute.jit
 def live_columns(start: Int32, context: Int32, block_rows: Int32, tile: Int32):
     """(first, end) of a tile's tokens that are live."""
-    position = (start // SM90_BLOCK + tile) * SM90_BLOCK
+    position = ((start >> SHIFT) + tile) << SHIFT
     first, end = Int32(0), block_rows
     if context > 0 and position < start + context:
         first, end = start - position, start + context - position
@@ -204,11 +165,11 @@ def softmax(
         if thread % 4 == 0:
             sTop[row + 8 * r] = top
             sShrink[row + 8 * r, stage] = shrink
-        total = Float32(0.0)
+        shrink = shrink * rBefore[r]
+        parts = [Float32(0.0) for _ in range(4)]  # a single sum is a chain of additions
         for c in cutlass.range_constexpr(columns):
             p = cute.math.exp2(S[r, c] * scale_log2 - top, fastmath=True)
             S[r, c] = p
-            total += p
-        shrink = shrink * rBefore[r]
-        rSum[r] = rSum[r] * shrink + total
+            parts[c % 4] = parts[c % 4] + p
+        rSum[r] = rSum[r] * shrink + ((parts[0] + parts[1]) + (parts[2] + parts[3]))
         scale_rows(O, r, shrink)

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +17,16 @@ from cute_kernels.block_attention import (
     BlockAttentionConfig,
     BlockAttentionWorkspace,
     block_attention,
+    combine,
     config,
     num_parts,
     pick_schedule,
+    plan,
     plan_block_attention,
 )
 from cute_kernels.errors import KernelError, UnsupportedKernelError
 from cute_kernels.reference import block_attention as reference
+from cute_kernels.support import toolkit_reason
 
 PAGES = config.SM90_PAGE_SIZES
 TOKENS = config.SM90.block_tokens
@@ -146,6 +151,22 @@ def test_a_workspace_knows_its_schedule() -> None:
     assert torch.equal(workspace.requests, expected[0]) and torch.equal(workspace.boundaries, expected[1])
     with pytest.raises(KernelError, match="a schedule must be one of portable, sm90, it is sm91"):
         BlockAttentionWorkspace.allocate(**shape, schedule="sm91")
+
+
+@pytest.mark.skipif(toolkit_reason() is not None, reason=f"compiler: {toolkit_reason()}")
+@pytest.mark.parametrize(("arch", "instructions"), [("sm_80", 0), ("sm_90a", 2)])
+def test_dependent_launches_from_sm_90_on(arch: str, instructions: int, tmp_path: Path) -> None:
+    """Fails where plan or merge wait for the kernel before on a part that has no such wait, or do not where it has."""
+    merge = combine.CombineConfig(64, "bfloat16")
+    for name, compile_for in (
+        ("plan", partial(plan.compile_for, config.PORTABLE)),
+        ("merge", partial(combine.compile_for, merge)),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        compile_for(arch, f"--keep-ptx --dump-dir {folder}")
+        (source,) = folder.rglob("*.ptx")
+        assert source.read_text().count("griddepcontrol.") == instructions, name
 
 
 # ------------------------------------------------------------------------------------------------------------------- gpu

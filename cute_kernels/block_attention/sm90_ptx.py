@@ -1,0 +1,70 @@
+"""Instructions that the sm90 schedule issues as PTX. Imports the compiler."""
+
+from cutlass import Int32, Int64, cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu, llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def _asm(text, constraints, *operands, loc=None, ip=None):
+    llvm.inline_asm(
+        None,
+        list(operands),
+        text,
+        constraints,
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def wait(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> None:
+    """Wait for a phase of a barrier in shared memory. It spins: `mbarrier_wait` of the DSL sleeps between two looks."""
+    text = (
+        "{\n\t.reg .pred P1;\n\tLAB_WAIT:\n\tmbarrier.try_wait.parity.shared::cta.b64 P1, [$0], $1;\n\t"
+        "@P1 bra.uni DONE;\n\tbra.uni LAB_WAIT;\n\tDONE:\n\t}"
+    )
+    address = barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    _asm(text, "r,r,~{memory}", address, Int32(phase).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_box(
+    target: Int32, tensor_map: Int64, column: Int32, row: Int32, index: Int32, barrier: Int32, *, loc=None, ip=None
+) -> None:
+    """Copy one box of a 3-D tensor map to shared memory, addresses as numbers; one thread issues it."""
+    text = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4}], [$5];"
+    ints = [Int32(x).ir_value(loc=loc, ip=ip) for x in (column, row, index, barrier)]
+    _asm(
+        text,
+        "r,l,r,r,r,r,~{memory}",
+        Int32(target).ir_value(loc=loc, ip=ip),
+        Int64(tensor_map).ir_value(loc=loc, ip=ip),
+        *ints,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def map_address(atom: cute.CopyAtom, barrier: cute.Pointer, *, loc=None, ip=None) -> Int64:
+    """Generic address of the tensor map behind a TMA atom."""
+    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
+    pointer = cute_nvgpu.get_tma_desc_addr(kind, atom._unpack(loc=loc, ip=ip, tma_bar_ptr=barrier), loc=loc, ip=ip)
+    return Int64(cute_nvgpu.cast_tma_desc_to_integer(T.i64(), pointer.value, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def expect_bytes(barrier: Int32, size: Int32, *, loc=None, ip=None) -> None:
+    """Arrive at a barrier and announce bytes; one thread does."""
+    _asm(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
+        "r,r,~{memory}",
+        Int32(barrier).ir_value(loc=loc, ip=ip),
+        Int32(size).ir_value(loc=loc, ip=ip),
+        loc=loc,
+        ip=ip,
+    )
