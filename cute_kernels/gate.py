@@ -19,24 +19,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import cute_kernels
 from cute_kernels.arch import ARCHES
 from cute_kernels.errors import one_line
+from cute_kernels.processes import in_processes
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- registers: begin (python -m cute_kernels.gate --write) -->", "<!-- registers: end -->"
-FRAME = {"arch", "bench", "cache", "errors", "gate", "prebuild", "reference", "support"}  # modules that hold no kernel
+FRAME = {
+    "arch",
+    "bench",
+    "cache",
+    "errors",
+    "gate",
+    "prebuild",
+    "processes",
+    "reference",
+    "support",
+}  # modules that hold no kernel
 Compile = Callable[[str, str], Any]
 """(architecture, more options of the compiler) -> the compiler's object."""
 
-MAX_JOBS = 8  # each takes about 1 GB
 REGISTERS, FRAME_SIZE, MIN_STACK_SIZE = 0x2F, 0x11, 0x12  # attributes in the .nv.info section of a cubin
 ELF_WIDE_FORMAT = 4  # an attribute with a two-byte size and a value; the others carry two bytes
 
@@ -210,11 +218,7 @@ def run(arches: Iterable[str] | None = None, only: str = "", jobs: int | None = 
     """
     wanted = set(ARCHES if arches is None else arches)
     tasks = [(label, arch) for label, _, covered in kernels() if only in label for arch in covered if arch in wanted]
-    jobs = min(jobs or os.cpu_count() or 1, MAX_JOBS, len(tasks))
-    if jobs < 2:
-        return [_inspect_named(task) for task in tasks]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_inspect_named, tasks))
+    return in_processes(_inspect_named, tasks, jobs)
 
 
 def _inspect_named(task: tuple[str, str]) -> Report:

@@ -1,10 +1,7 @@
 """Kernels compiled ahead of time, for architectures that need not be here: a folder that CUTE_KERNELS_AOT_DIR may name."""
 
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,9 @@ from cute_kernels.block_attention import combine, plan, portable, sm90
 from cute_kernels.block_attention.config import NAME as BLOCK_ATTENTION
 from cute_kernels.block_attention.config import SCHEDULES, SM90, BlockAttentionConfig, pick_schedule
 from cute_kernels.errors import KernelError
+from cute_kernels.processes import in_processes
 from cute_kernels.support import toolkit_reason
 
-MAX_JOBS = 8  # each takes about 1 GB
 SCRATCH_PAGE = 16  # of the rows that a drafter appends to no pool: its block's own
 
 
@@ -106,11 +103,7 @@ def build(deployment: Deployment, arches: Iterable[str], folder: Path, jobs: int
             raise KernelError(f"cute_kernels: {task.kernel} cannot be built; {why}. Change the deployment.")
     folder.mkdir(parents=True, exist_ok=True)
     work = [(task, arch, folder) for arch in arches for task in tasks(deployment, arch)]
-    jobs = min(jobs or os.cpu_count() or 1, MAX_JOBS, len(work))
-    if jobs < 2:
-        return [_build_one(item) for item in work]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # the compiler knows no threads
-        return list(pool.map(_build_one, work))
+    return in_processes(_build_one, work, jobs)
 
 
 def _build_one(item: tuple[Task, str, Path]) -> Path:

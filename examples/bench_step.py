@@ -20,10 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from trtllm_dspark.attention.operations import Operations
-from trtllm_dspark.attention.policy import BackendChoice
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.context.pool import ContextPool, PoolLayout
-from trtllm_dspark.model.layers import RMSNorm
 from trtllm_dspark.model.mla import MLADSparkForCausalLM
 from trtllm_dspark.provenance import provenance
 from trtllm_dspark.step import CapturedStep, StepBuffers
@@ -205,13 +203,6 @@ def timed(steps: dict[str, CapturedStep], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def with_operations(model: MLADSparkForCausalLM, choice: BackendChoice) -> None:
-    model.backend = choice
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.add_norm = choice.operations.add_rms_norm
-
-
 def main() -> None:
     """Measure and print a table; JSON where asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -232,9 +223,9 @@ def main() -> None:
             choices["composition"] = replace(ours, name="composition", operations=operations)
         steps = {}
         for name, choice in choices.items():
-            with_operations(model, choice)
+            model.use_backend(choice)
             steps[name] = CapturedStep(model, lambda x: F.linear(x, head), pool.views, buffers, DRAFTS)
-        with_operations(model, ours)
+        model.use_backend(ours)
         hidden = [step.replay().hidden.float() for step in steps.values()]
         apart = ((hidden[-1] - hidden[0]).norm() / hidden[0].norm()).item()
         if not apart < NEAR:

@@ -5,7 +5,7 @@ draft_block   anchors and tables -> tokens, confidences           (block forward
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -235,12 +235,7 @@ class CapturedStep:
             "context_len": view.context_len,
         }
         batch = anchors.shape[0]
-        for field in fields(self.buffers):
-            if field.name in given:
-                buffer, value = getattr(self.buffers, field.name), given[field.name]
-                if buffer.dim() == 2:
-                    buffer[:batch, : value.shape[1]] = value
-                else:
-                    buffer[:batch] = value
+        for name, value in given.items():
+            getattr(self.buffers, name)[tuple(slice(size) for size in value.shape)] = value
         self.buffers.context_len[batch:] = 0
         self.buffers.slots.fill_(NOT_WRITTEN)

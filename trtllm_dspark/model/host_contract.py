@@ -45,6 +45,7 @@ class HostWorkerContract(LoadableModel):
         self._runtime_position_ceiling: int | None = None  # settable; angles are computed, so nothing is sized by it
         self.logits_processor: Any = None
         self.lm_head: Any = None
+        self.context_start: torch.Tensor | None = None  # [B], int32, first readable position, of the next forward; None: 0
 
     # ---------------------------------------------------------------------------------------------------- attributes
     @property
@@ -158,7 +159,8 @@ class HostWorkerContract(LoadableModel):
                 )
         pages = [view[:, 0, 0] for view in ctx_kv_cache]
         table = ctx_page_table.index_select(0, ctx_cache_batch_idx.long())
-        hidden = self.draft_hidden(noise_embedding, query_positions, pages, table, num_ctx_per_req.int())
+        start, self.context_start = self.context_start, None
+        hidden = self.draft_hidden(noise_embedding, query_positions, pages, table, num_ctx_per_req.int(), start)
         return hidden.flatten(0, 1)
 
     def apply_markov_chain_logits(

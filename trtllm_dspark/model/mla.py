@@ -118,7 +118,7 @@ class MLADSparkForCausalLM(HostWorkerContract):
             )
         assert config.kv_lora_rank and config.qk_rope_head_dim
         hidden, eps, taps = config.hidden_size, config.rms_norm_eps, config.num_taps
-        self.config, self.backend, self.tp = config, backend, tp
+        self.config, self.tp = config, tp
         self.scale = softmax_scale(config)
         self.rope = RotaryEmbedding(config.rope, config.qk_rope_head_dim)
         self.tap_norms = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(taps * config.per_tap_norm))
@@ -133,6 +133,11 @@ class MLADSparkForCausalLM(HostWorkerContract):
         self.markov_head = MarkovHead(config.vocab_size, config.markov_rank) if config.markov_rank else None
         code = config.markov_rank if config.confidence_with_markov else 0
         self.confidence_head = ConfidenceHead(hidden, code, config.confidence_bias) if config.confidence_head else None
+        self.use_backend(backend)
+
+    def use_backend(self, backend: BackendChoice) -> None:
+        """Compute with the operations of this backend from now on."""
+        self.backend = backend
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.add_norm = backend.operations.add_rms_norm

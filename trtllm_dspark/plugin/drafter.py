@@ -23,47 +23,16 @@ class HostedMLADSpark(MLADSparkForCausalLM):
 
     Attributes:
         asked_backend: the host's own word for the attention backend; its stock worker compares ours with it once, before it
-            is replaced. context_start: [B], int32, the first readable position of each request of the next forward; None: 0.
+            is replaced.
         fixes: of `faults.FIXES`, needed on this host.
     """
 
     asked_backend: str = "AUTO"
-    context_start: torch.Tensor | None = None
     fixes: frozenset[str] = frozenset()
 
     @property
     def dflash_attention_backend(self) -> str:
         return self.backend.name if self.asked_backend == "AUTO" else self.asked_backend
-
-    def dflash_forward(
-        self,
-        noise_embedding: torch.Tensor,
-        query_positions: torch.Tensor,
-        num_ctx_per_req: torch.Tensor,
-        ctx_k_cache: torch.Tensor | None,
-        ctx_v_cache: torch.Tensor | None,
-        ctx_cache_batch_idx: torch.Tensor,
-        ctx_kv_cache: Any = None,
-        ctx_page_table: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As the contract's, from `context_start` on where our worker has set it."""
-        start, self.context_start = self.context_start, None
-        if start is None:
-            return super().dflash_forward(
-                noise_embedding,
-                query_positions,
-                num_ctx_per_req,
-                ctx_k_cache,
-                ctx_v_cache,
-                ctx_cache_batch_idx,
-                ctx_kv_cache,
-                ctx_page_table,
-            )
-        assert ctx_kv_cache is not None and ctx_page_table is not None, "our worker passes its pages"
-        pages = [view[:, 0, 0] for view in ctx_kv_cache]
-        table = ctx_page_table.index_select(0, ctx_cache_batch_idx)
-        hidden = self.draft_hidden(noise_embedding, query_positions, pages, table, num_ctx_per_req.int(), start)
-        return hidden.flatten(0, 1)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """As the contract's, also where the host built the model without memory and has not given it any."""
