@@ -4,6 +4,7 @@ All of it is made up but the twins, and small enough for a CPU.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ L2 = 50_000_000
 H200 = Ceilings(copy=4.3e12, elementwise=4.2e12, matmul=790e12)  # as in the tables of floors
 
 ATTENTION = BlockAttentionCase(5, 70, heads=3, rows=4, page_size=16, value_width=64, rotary=16)
+RAGGED = replace(ATTENTION, context=90, shortest=9)
 APPEND = ContextAppendCase(21, layers=3, page_size=8, latent=32, rotary=16)
 ROPE = QueryRopeCase(3, rows=4, heads=5, rotary=16, nope=8, latent=32)
 CHAIN = MarkovChainCase(5, vocabulary=211, rank=16, steps=4)
@@ -43,7 +45,7 @@ Answer = Callable[[Any, Inputs], torch.Tensor]
 
 def answer(case: Any, inputs: Inputs) -> torch.Tensor:
     """The twin, into the set's own buffers."""
-    if case is ATTENTION:
+    if isinstance(case, BlockAttentionCase):
         names = ("q", "block_latents", "pages", "page_table", "context_len", "out")
         given = {name: inputs[name] for name in names}
         block_attention(**given, scale=case.scale, value_width=case.value_width)
@@ -64,7 +66,7 @@ def of(answer: Answer, name: str = "ours", ours: bool = True) -> Contestant:
 def run_case_untimed(case: Case, *entered: Contestant) -> CaseResult:
     """Without a device there are no times; everything before them is there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "measure", lambda replays, rounds, device: [[1.0] * rounds for _ in replays])
+        patch.setattr(timing, "measure", lambda replays, rounds, device, look: [[1.0] * rounds for _ in replays])
         return run_case(case, entered, 3, CPU, L2 // 10**6)
 
 
@@ -72,7 +74,11 @@ def make_up_times(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Times of 10, 20, ... us in the order of entry. The list grows by how many contestants each measurement was given."""
     seen: list[int] = []
 
-    def measure(replays: Sequence[timing.Replay], rounds: int, device: torch.device) -> list[list[float]]:
+    def measure(
+        replays: Sequence[timing.Replay], rounds: int, device: torch.device, look: Callable[[], object] | None = None
+    ) -> list[list[float]]:
+        if look is not None:
+            look()
         seen.append(len(replays))
         return [[10.0 * (i + 1) + r for r in range(rounds)] for i in range(len(replays))]
 
@@ -171,6 +177,8 @@ MISTAKES = [
     (ATTENTION, loses_a_token, "error"),
     (ATTENTION, reads_past_the_context, "not written or not finite"),
     (ATTENTION, swaps_two_requests, "error"),
+    (RAGGED, loses_a_token, "error"),
+    (RAGGED, reads_past_the_context, "not written or not finite"),
     (APPEND, writes_a_slot_too_far, "not written"),
     (APPEND, swaps_two_slots, "error"),
     (APPEND, writes_a_spare_row_too, "changed that belong to others"),

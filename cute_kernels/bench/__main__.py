@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from cute_kernels.bench import machine, report, timing
+from cute_kernels.bench import machine, report, sensors, timing
 from cute_kernels.bench.cases import Case
 from cute_kernels.bench.contestants import CONTESTANTS
 from cute_kernels.bench.run import CaseResult, run_case
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only", default="", metavar="TEXT", help="cases whose kernel and shape, as --list has them, contain this"
     )
-    made.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} timed replays of each instead of {ROUNDS}")
+    made.add_argument("--quick", action="store_true", help=f"at most {QUICK_ROUNDS} timed replays of each instead of {ROUNDS}")
     made.add_argument("--list", action="store_true", help="print the cases; needs no GPU")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document here")
     made.add_argument("--md", type=Path, metavar="FILE", help="write the Markdown tables here")
@@ -85,9 +85,11 @@ def measured(suite: str, cases: Sequence[Case], rounds: int, device: torch.devic
     """Ceilings, every case, ceilings again. Prints a line when a case is done."""
     facts = machine.facts(device)
     start = timing.ceilings(rounds, device, busy=lambda: facts.update(machine.clocks(device)))
+    watched = sensors.Sensors.open(machine.smi_name(device)) if device.type == "cuda" else None
     results = []
     for case in cases:
-        results.append(run_case(case, CONTESTANTS[case.kernel], rounds, device, facts["l2_bytes"]))
+        entered = [entry for entry in CONTESTANTS[case.kernel] if (case.kernel, entry.name) not in SUITES[suite].left_out]
+        results.append(run_case(case, entered, rounds, device, facts["l2_bytes"], watched))
         print(progress(results[-1]), flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -96,7 +98,7 @@ def measured(suite: str, cases: Sequence[Case], rounds: int, device: torch.devic
     except Exception as error:  # after a fault of some case the device may be gone; what was measured before stands
         print(f"{WHO}: no ceilings at the end: {one_line(error)}", file=sys.stderr)
         end = None
-    return report.document(suite, facts, start, end, rounds, results)
+    return report.document(suite, SUITES[suite], facts, start, end, rounds, results)
 
 
 def progress(result: CaseResult) -> str:

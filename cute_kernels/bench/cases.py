@@ -7,6 +7,8 @@ does not find what it reads in L2.
 B requests, S block rows, H heads, T tokens, L layers, P tokens of a page, W = c + r, V vocabulary, R rank, K steps.
 """
 
+import math
+import random
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -70,7 +72,12 @@ class Source:
 
 @dataclass(frozen=True)
 class BlockAttentionCase:
-    """S block rows of B requests over contexts of equal length, in shuffled pages; non-causal."""
+    """S block rows of B requests over contexts in shuffled pages; non-causal.
+
+    Attributes:
+        context: tokens of each request; with `shortest` the most that one may have: lengths are then log-uniform between
+            the two, the same in every run.
+    """
 
     batch: int
     context: int
@@ -80,12 +87,14 @@ class BlockAttentionCase:
     value_width: int = 512
     rotary: int = 64
     scale: float = 192**-0.5
+    shortest: int | None = None
     kernel: ClassVar[str] = "block_attention"
 
     @property
     def label(self) -> str:
+        context = self.context if self.shortest is None else f"{self.shortest}..{self.context}"
         pages = "" if self.page_size == 64 else f" P={self.page_size}"
-        return f"B={self.batch} context={self.context} H={self.heads} S={self.rows}{pages}"
+        return f"B={self.batch} context={context} H={self.heads} S={self.rows}{pages}"
 
     @property
     def width(self) -> int:
@@ -93,41 +102,52 @@ class BlockAttentionCase:
         return self.value_width + self.rotary
 
     @property
-    def pages_of_request(self) -> int:
-        """Entries of a table's row: they hold the context, and the block where somebody wants it there."""
-        return -(-(self.context + self.rows) // self.page_size)
+    def lengths(self) -> tuple[int, ...]:
+        """Context of each request, in tokens."""
+        if self.shortest is None:
+            return (self.context,) * self.batch
+        drawn, low, high = random.Random(0), math.log(self.shortest), math.log(self.context)
+        return tuple(round(math.exp(drawn.uniform(low, high))) for _ in range(self.batch))
+
+    @property
+    def pages_of_requests(self) -> tuple[int, ...]:
+        """Live entries of each table's row: they hold the context, and the block where somebody wants it there."""
+        return tuple(-(-(length + self.rows) // self.page_size) for length in self.lengths)
 
     @property
     def flop(self) -> int:
-        """2 * B * S * H * n * (W + c), n = context + S: scores and values."""
-        tokens = self.context + self.rows
-        return 2 * self.batch * self.rows * self.heads * tokens * (self.width + self.value_width)
+        """2 * S * H * (W + c) * sum of n, n = context + S: scores and values."""
+        tokens = sum(self.lengths) + self.batch * self.rows
+        return 2 * self.rows * self.heads * tokens * (self.width + self.value_width)
 
     @property
     def bytes(self) -> int:
-        """B * (n * W + S * H * (W + c)) elements: latents once, queries, results."""
-        packed = self.rows * self.heads
-        return ITEMSIZE * self.batch * (
-            (self.context + self.rows) * self.width + packed * (self.width + self.value_width)
-        )  # fmt: skip
+        """W * sum of n + B * S * H * (W + c) elements: latents once, queries, results."""
+        tokens, packed = sum(self.lengths) + self.batch * self.rows, self.batch * self.rows * self.heads
+        return ITEMSIZE * (tokens * self.width + packed * (self.width + self.value_width))
 
     def sets(self, count: int, device: torch.device) -> list[Inputs]:
         """The sets differ in queries, latents and pages and share lengths and table, as the layers of a step do.
 
-        Whatever lies outside the contexts is NaN: pages in no table, and what follows the context in a request's last ones.
-        A context's first and last token are twice as large as the others: one token among thousands would not be missed.
+        Whatever lies outside the contexts is NaN: pages in no table, what follows the context in a request's last ones, and
+        the page that fills the table's rows. A context's first and last token are twice as large as the others: one token
+        among thousands would not be missed.
         """
-        source = Source(device)
-        num_pages = self.batch * self.pages_of_request + SPARE_PAGES
-        table = source.permutation(num_pages)[:-SPARE_PAGES].view(self.batch, self.pages_of_request)
-        position = torch.arange(self.context, device=device)
+        source, live = Source(device), self.pages_of_requests
+        num_pages = sum(live) + SPARE_PAGES
+        shuffled = source.permutation(num_pages)
+        table = shuffled[-1].repeat(self.batch, max(live))
+        for row, pages_of_request in zip(table, shuffled[:-SPARE_PAGES].split(live), strict=True):
+            row[: len(pages_of_request)] = pages_of_request
+        lengths = torch.tensor(self.lengths, device=device)
         dead = torch.ones(num_pages, self.page_size, 1, dtype=torch.bool, device=device)
-        dead[table[:, position // self.page_size], position % self.page_size] = False
-        shared = {
-            "page_table": table.int(),
-            "context_len": torch.full((self.batch,), self.context, dtype=torch.int32, device=device),
-        }
-        ends = table[:, [0, (self.context - 1) // self.page_size]], [0, (self.context - 1) % self.page_size]
+        for row, length in zip(table, self.lengths, strict=True):
+            position = torch.arange(length, device=device)
+            dead[row[position // self.page_size], position % self.page_size] = False
+        shared = {"page_table": table.int(), "context_len": lengths.int()}
+        last = lengths - 1
+        last_page = table.gather(1, last[:, None] // self.page_size)[:, 0]
+        ends = torch.cat((table[:, 0], last_page)), torch.cat((torch.zeros_like(last), last % self.page_size))
         found = []
         for _ in range(count):
             pages = source.normal(num_pages, self.page_size, self.width).masked_fill_(dead, torch.nan)

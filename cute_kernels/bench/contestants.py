@@ -1,6 +1,7 @@
 """Who is timed on a case: ours first, then each peer. A peer in plain torch is written as well as plain torch allows.
 
-What a peer may prepare outside the clock is to its advantage and said in its note: index arithmetic, tables of angles.
+What a peer may prepare outside the clock is to its advantage and said in its note: index arithmetic, tables of angles. A plan
+that is made on the device once a step is timed both ways, and each way is held against those who do the same.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cute_kernels.bench import flashinfer_mla
+from cute_kernels.bench import flash_mla, flashinfer_mla
 from cute_kernels.bench.cases import BlockAttentionCase, ContextAppendCase, Inputs, MarkovChainCase, QueryRopeCase
 from cute_kernels.block_attention import BlockAttentionConfig, BlockAttentionWorkspace, block_attention, plan_block_attention
 from cute_kernels.block_attention.config import pick_schedule
@@ -33,6 +34,8 @@ class Contestant:
         name: in tables. prepare: (case, sets) -> one call a set; what it does itself is outside the clock.
         ours: whether a wrong result makes every speed of the case meaningless. note: what a reader must know.
         package: that must be importable, None for none. capability: the only (major, minor) it runs on, None for all.
+        uncovered: (case) -> None where it covers the case, else what it needs; None: it covers all.
+        planned: "each call" or "once" where it plans on the device, None where it has no such plan.
     """
 
     name: str
@@ -41,9 +44,13 @@ class Contestant:
     note: str = ""
     package: str | None = None
     capability: tuple[int, int] | None = None
+    uncovered: Callable[[Any], str | None] | None = None
+    planned: str | None = None
 
-    def absent(self, device: torch.device) -> str | None:
+    def absent(self, case: Any, device: torch.device) -> str | None:
         """None where it can be tried, else why not."""
+        if self.uncovered is not None and (need := self.uncovered(case)) is not None:
+            return need
         if self.package is not None and find_spec(self.package) is None:
             return f"{self.package} is not installed"
         if self.capability is not None and torch.cuda.get_device_capability(device) != self.capability:
@@ -80,6 +87,11 @@ def our_attention(
         return inputs["out"]
 
     return [partial(call, inputs) for inputs in sets]
+
+
+def ragged(case: BlockAttentionCase) -> str | None:
+    """What plain torch's attention needs, None where the case has it."""
+    return None if case.shortest is None else "needs contexts of one length"
 
 
 def torch_attention(case: BlockAttentionCase, sets: list[Inputs]) -> list[Call]:
@@ -170,22 +182,58 @@ def torch_chain(case: MarkovChainCase, sets: list[Inputs]) -> list[Call]:
 
 
 ANGLES_MADE = "The complex angles are made outside the clock."
+EACH_CALL, ONCE = "each call", "once"
+FLASHMLA = "finds the block's latents in its pages: writing them there is not in the clock."
 FLASHINFER = (
     "FlashInfer's BatchMLAPagedAttentionWrapper, plan() outside the clock, as it is host work; it finds the block's latents in "
     "its pages: writing them there is not in the clock either."
 )
 CONTESTANTS: dict[str, tuple[Contestant, ...]] = {
     "block_attention": (
-        Contestant("ours", partial(our_attention, plan_each_call=True), ours=True, note="Plan, attention, combine each call."),
+        Contestant(
+            "ours",
+            partial(our_attention, plan_each_call=True),
+            ours=True,
+            note="Plan, attention, combine each call.",
+            planned=EACH_CALL,
+        ),
         Contestant(
             "ours, planned once",
             partial(our_attention, plan_each_call=False),
             ours=True,
             note="The plan outside the clock, as a step's later layers find it.",
+            planned=ONCE,
         ),
-        Contestant("ours, portable", partial(our_attention, plan_each_call=True, schedule="portable"), ours=True),
         Contestant(
-            "torch", torch_attention, note="Gathers the pages, two matrix products in bf16; knows the lengths on the host."
+            "ours, portable",
+            partial(our_attention, plan_each_call=True, schedule="portable"),
+            ours=True,
+            note="Plan, attention, combine each call.",
+            planned=EACH_CALL,
+        ),
+        Contestant(
+            "torch",
+            torch_attention,
+            note="Gathers the pages, two matrix products in bf16; knows the lengths on the host.",
+            uncovered=ragged,
+        ),
+        Contestant(
+            "flashmla",
+            partial(flash_mla.prepare, plan_each_call=True),
+            note=f"FlashMLA's dense decode; metadata, attention, combine each call; it {FLASHMLA}",
+            package="flash_mla",
+            capability=(9, 0),
+            uncovered=flash_mla.uncovered,
+            planned=EACH_CALL,
+        ),
+        Contestant(
+            "flashmla, planned once",
+            partial(flash_mla.prepare, plan_each_call=False),
+            note=f"FlashMLA's dense decode, its metadata outside the clock; it {FLASHMLA}",
+            package="flash_mla",
+            capability=(9, 0),
+            uncovered=flash_mla.uncovered,
+            planned=ONCE,
         ),
         Contestant("flashinfer fa2", partial(flashinfer_mla.prepare, backend="fa2"), note=FLASHINFER, package="flashinfer"),
         Contestant(

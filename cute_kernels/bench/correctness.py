@@ -18,7 +18,7 @@ from cute_kernels.reference.context_append import context_append
 from cute_kernels.reference.markov_chain import markov_chain
 from cute_kernels.reference.query_rope import query_rope
 
-FEW = 4  # requests that are all compared; of more, the first, the middle one and the last
+FEW = 4  # requests that are all compared; of more, the first, the middle one, the last, the longest and the shortest
 ROUNDING = torch.finfo(DTYPE).eps / 2
 Pick = Callable[[torch.Tensor], torch.Tensor]
 """From a result to a part of it."""
@@ -105,7 +105,10 @@ def _bounded(checked: str, truth: torch.Tensor, plain: torch.Tensor, rows: Pick,
 
 
 def _block_attention(case: BlockAttentionCase, inputs: Inputs) -> Yardstick:
-    picked = list(range(case.batch)) if case.batch <= FEW else [0, case.batch // 2, case.batch - 1]
+    lengths, picked = case.lengths, list(range(case.batch))
+    if case.batch > FEW:
+        extremes = (lengths.index(max(lengths)), lengths.index(min(lengths)))
+        picked = sorted({0, case.batch // 2, case.batch - 1, *extremes})
     truth = torch.empty(len(picked), *inputs["out"].shape[1:], dtype=torch.float32, device=inputs["out"].device)
     plain = torch.empty_like(truth)
     for index, b in enumerate(picked):
@@ -119,7 +122,7 @@ def _block_attention(case: BlockAttentionCase, inputs: Inputs) -> Yardstick:
         }
         wide = {name: x.float() if x.is_floating_point() else x for name, x in one.items()}
         block_attention(**wide, scale=case.scale, value_width=case.value_width, out=truth[index : index + 1])
-        latents = torch.cat((pages.flatten(0, 1)[: case.context], inputs["block_latents"][b]))
+        latents = torch.cat((pages.flatten(0, 1)[: lengths[b]], inputs["block_latents"][b]))
         scores = case.scale * (inputs["q"][b] @ latents.mT)
         plain[index] = scores.softmax(-1) @ latents[:, : case.value_width]
 

@@ -1,6 +1,5 @@
 """FlashInfer's paged MLA as a peer of `block_attention`.
 
-It knows no block beside the pages: it is given pages that hold the context and the block's latents behind it.
 Source of the interface: flashinfer-python 0.6.6, flashinfer/mla.py, BatchMLAPagedAttentionWrapper.
 """
 
@@ -9,28 +8,21 @@ from functools import partial
 
 import torch
 
+from cute_kernels.bench import paged
 from cute_kernels.bench.cases import BlockAttentionCase, Inputs
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 
 
-def paged(case: BlockAttentionCase, inputs: Inputs) -> torch.Tensor:
-    """A copy of the pages with the block's latents at positions context .. context+S-1 of each request."""
-    pages, table = inputs["pages"].clone(), inputs["page_table"].long()
-    position = torch.arange(case.context, case.context + case.rows, device=table.device)
-    pages[table[:, position // case.page_size], position % case.page_size] = inputs["block_latents"]
-    return pages
-
-
 def lists(case: BlockAttentionCase, inputs: Inputs) -> dict[str, torch.Tensor]:
     """The ragged lists of a batch, int32: rows and pages of request b are those from indptr[b] to indptr[b+1]."""
-    table = inputs["page_table"]
-    steps = torch.arange(case.batch + 1, dtype=torch.int32, device=table.device)
+    table, live = inputs["page_table"], torch.tensor((0, *case.pages_of_requests))
+    is_live = torch.arange(table.shape[1]) < live[1:, None]
     return {
-        "qo_indptr": steps * case.rows,
-        "kv_indptr": steps * case.pages_of_request,
-        "kv_indices": table.flatten(),
-        "kv_len_arr": inputs["context_len"] + case.rows,
+        "qo_indptr": torch.arange(case.batch + 1, dtype=torch.int32, device=table.device) * case.rows,
+        "kv_indptr": live.cumsum(0, dtype=torch.int32).to(table.device),
+        "kv_indices": table[is_live.to(table.device)],
+        "kv_len_arr": paged.lengths(case, inputs),
     }
 
 
@@ -68,4 +60,4 @@ def prepare(case: BlockAttentionCase, sets: list[Inputs], *, backend: str) -> li
         wrapper.run(q_latent, q_rotary, latents, rotary, out=inputs["out"].flatten(0, 1))
         return inputs["out"]
 
-    return [partial(call, inputs, paged(case, inputs)) for inputs in sets]
+    return [partial(call, inputs, paged.with_block(case, inputs)) for inputs in sets]

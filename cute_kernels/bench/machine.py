@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python")
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python", "flash_mla")
 SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "power.limit")
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 def clocks(device: torch.device) -> dict[str, Any]:
     """Driver, SM clock and its maximum in MHz, power limit in W, as nvidia-smi has them now."""
-    said = _run("nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits", "-i", _smi_name(device))
+    said = _run("nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits", "-i", smi_name(device))
     values = [value.strip() for value in (said or "").split(",")]
     driver, *numbers = values if len(values) == len(SMI_FIELDS) else [""] * len(SMI_FIELDS)
     sm, sm_max, power = (_number(value) for value in numbers)
@@ -48,7 +48,7 @@ def commit(root: Path) -> dict[str, Any]:
     return {"commit": head, "dirty": None if status is None else bool(status)}
 
 
-def _smi_name(device: torch.device) -> str:
+def smi_name(device: torch.device) -> str:
     """Of a device as nvidia-smi knows it: its number there may be another one."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 

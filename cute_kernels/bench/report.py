@@ -5,10 +5,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from cute_kernels.bench import sensors, targets
+from cute_kernels.bench.cases import DTYPE
 from cute_kernels.bench.run import ABSENT, RIGHT, CaseResult, Outcome
-from cute_kernels.bench.timing import Ceilings
+from cute_kernels.bench.suites import Suite
+from cute_kernels.bench.timing import MIN_ROUNDS, TIMED_S, Ceilings
 
-SCHEMA = 1
+SCHEMA = 2
 Document = dict[str, Any]
 
 
@@ -18,20 +21,29 @@ def floor_us(flop: int, moved: int, copy: float, matmul: float) -> float:
 
 
 def document(
-    suite: str, machine: dict[str, Any], start: Ceilings, end: Ceilings | None, rounds: int, results: Sequence[CaseResult]
+    suite: str,
+    held: Suite,
+    machine: dict[str, Any],
+    start: Ceilings,
+    end: Ceilings | None,
+    rounds: int,
+    results: Sequence[CaseResult],
 ) -> Document:
     """Everything that a result file holds; plain JSON values.
 
     Args:
-        machine: see `machine.facts` and `machine.clocks`. start, end: ceilings before and after the cases; end None where it
-            could not be measured. The larger of all counts. rounds: timed replays of each contestant.
+        suite, held: its name and itself. machine: see `machine.facts` and `machine.clocks`. start, end: ceilings before and
+            after the cases; end None where it could not be measured. The larger of all counts. rounds: timed replays of each
+            contestant, at most.
     """
     both = [measured for measured in (start, end) if measured is not None]
     copy = max(max(measured.copy, measured.elementwise) for measured in both)
     matmul = max(measured.matmul for measured in both)
+    cases = [_case(result, copy, matmul) for result in results]
     return {
         "schema": SCHEMA,
         "suite": suite,
+        "dtype": str(DTYPE).removeprefix("torch."),
         "machine": machine,
         "ceilings": {
             "copy_gb_per_s": figure(copy / 1e9),
@@ -49,7 +61,9 @@ def document(
         },
         "rounds": rounds,
         "passed": all(result.passed for result in results),
-        "cases": [_case(result, copy, matmul) for result in results],
+        "left_out": [f"{name} of {kernel}" for kernel, name in sorted(held.left_out)],
+        "targets": targets.held(held.targets, cases),
+        "cases": cases,
     }
 
 
@@ -57,15 +71,13 @@ def _case(result: CaseResult, copy: float, matmul: float) -> Document:
     case, ours = result.case, [outcome for outcome in result.outcomes if outcome.ours]
     floor = floor_us(case.flop, case.bytes, copy, matmul)
     medians = {outcome.name: statistics.median(outcome.times_us) for outcome in result.outcomes if outcome.times_us}
-    peers = {outcome.name: medians[outcome.name] for outcome in result.outcomes if outcome.name in medians and not outcome.ours}
-    best = min(peers, key=lambda name: peers[name], default=None)
-    own = next((medians[outcome.name] for outcome in ours if outcome.name in medians), None)
+    beside = {outcome.name: _beside(outcome, result.outcomes, medians) for outcome in result.outcomes}
     listed = []
     for outcome in result.outcomes:
-        entry = _outcome(outcome)
-        median = medians.get(outcome.name)
+        entry = _outcome(outcome) | {"beside": beside[outcome.name]}
+        median, other = medians.get(outcome.name), medians.get(beside[outcome.name] or "")
         if median is not None:
-            theirs, ours_us = (peers.get(best or ""), median) if outcome.ours else (median, own)
+            theirs, ours_us = (other, median) if outcome.ours else (median, other)
             entry |= {
                 "gb_per_s": figure(case.bytes / median / 1e3),
                 "tflop_per_s": figure(case.flop / median / 1e6),
@@ -78,16 +90,39 @@ def _case(result: CaseResult, copy: float, matmul: float) -> Document:
     return {
         "kernel": case.kernel,
         "label": case.label,
+        "shape": dict(vars(case)),
         "flop": case.flop,
         "bytes": case.bytes,
         "floor_us": figure(floor),
         "sets": result.sets,
+        "rounds": max((len(outcome.times_us) for outcome in result.outcomes), default=0),
+        "sensors": sensors.summary(result.readings),
         "numerics_passed": bool(ours) and all(outcome.status == RIGHT for outcome in ours),
         "passed": result.passed,
         "reason": result.reason,
-        "best_peer": best,
+        "best_peer": next((beside[outcome.name] for outcome in ours), None),
         "contestants": listed,
     }
+
+
+def _beside(outcome: Outcome, others: Sequence[Outcome], medians: dict[str, float]) -> str | None:
+    """Who it is held against: ours against the fastest peer, a peer against the first of ours.
+
+    One that plans on the device in each call is held against those who do, and against those who have no such plan; so is
+    one that plans once.
+    """
+    if outcome.name not in medians:
+        return None
+    opposed = [
+        other.name
+        for other in others
+        if other.ours != outcome.ours
+        and other.name in medians
+        and (other.planned == outcome.planned or None in (other.planned, outcome.planned))
+    ]
+    if outcome.ours:
+        return min(opposed, key=lambda name: medians[name], default=None)
+    return next(iter(opposed), None)
 
 
 def _outcome(outcome: Outcome) -> Document:
@@ -97,6 +132,7 @@ def _outcome(outcome: Outcome) -> Document:
         "name": outcome.name,
         "ours": outcome.ours,
         "note": outcome.note,
+        "planned": outcome.planned,
         "status": outcome.status,
         "reason": outcome.reason,
         "numerics_passed": None if verdict is None else verdict.complaint is None,
@@ -116,11 +152,13 @@ def figure(value: float) -> float | None:
 
 
 def markdown(document: Document) -> str:
-    """The machine, the ceilings, and one table a kernel; every case that was tried is in it."""
+    """The machine, the ceilings, the rounds, one table a kernel with every case that was tried, and what was asked."""
     kernels = dict.fromkeys(case["kernel"] for case in document["cases"])
-    parts = [machine_line(document), ceiling_line(document)]
+    parts = [machine_line(document), ceiling_line(document), rounds_line(document)]
     for kernel in kernels:
         parts.append(f"## {kernel}\n\n{table([case for case in document['cases'] if case['kernel'] == kernel])}")
+    if document["targets"]:
+        parts.append(f"## Asked and found\n\n{targets.HOW_TO_READ}\n\n{targets.table(document['targets'])}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -157,13 +195,25 @@ def ceiling_line(document: Document) -> str:
     )
 
 
+def rounds_line(document: Document) -> str:
+    """How often everybody was timed, and who was not."""
+    fewer = [f"{case['label']} {case['rounds']}" for case in document["cases"] if 0 < case["rounds"] < document["rounds"]]
+    said = [f"{document['rounds']} rounds a case, all contestants in turn in each."]
+    if fewer:
+        said.append(f"Fewer, but at least {MIN_ROUNDS}, where they would take more than {TIMED_S:g} s: {', '.join(fewer)}.")
+    if document["left_out"]:
+        said.append(f"Not timed in this suite: {', '.join(document['left_out'])}.")
+    return " ".join(said)
+
+
 def table(cases: Sequence[Document]) -> str:
     """The cases of one kernel, a row each, and what their readers must know below."""
     ours = {entry["name"]: entry["ours"] for case in cases for entry in case["contestants"]}  # a case may have failed early
     first, *more = [name for name, own in ours.items() if own] or ["ours"]
-    peers = [name for name, own in ours.items() if not own]
+    peers = {name: _counterpart(name, cases) or first for name, own in ours.items() if not own}
     heads = ["case", "floor us", f"{first}: us (p10 to p90)", "of the floor", "GB/s", "TFLOP/s", "error (plain torch)"]
-    heads += [f"{name}: us" for name in more] + [f"{name}: us (x {first})" for name in peers] + ["best peer"]
+    heads += [f"{name}: us" for name in more] + [f"{name}: us (x {other})" for name, other in peers.items()]
+    heads += ["best peer", "MHz, W"]
     lines = [f"| {' | '.join(heads)} |", f"|{'--|' * len(heads)}"]
     for case in cases:
         entries = {name: {} for name in (first, *ours)} | {entry["name"]: entry for entry in case["contestants"]}
@@ -171,11 +221,32 @@ def table(cases: Sequence[Document]) -> str:
         spread = f" ({_number(own.get('p10_us'))} to {_number(own.get('p90_us'))})"
         cells = [case["label"], _number(case["floor_us"]), _time(own, spread), _percent(own.get("share_of_floor"))]
         cells += [_number(own.get("gb_per_s")), _number(own.get("tflop_per_s")), _errors(own)]
-        cells += [_time(entries[name]) for name in more]
+        cells += [_time(entries[name], _standing(entries[name], case["best_peer"])) for name in more]
         cells += [_time(entries[name], f" ({_ratio(entries[name].get('ratio'))})") for name in peers]
         cells.append(f"{case['best_peer']}, {_ratio(own['ratio'])}" if case["best_peer"] else "none")
+        cells.append(_load(case["sensors"]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"- {line}" for line in _below(cases))]).rstrip()
+
+
+def _counterpart(name: str, cases: Sequence[Document]) -> str | None:
+    """Who of ours a peer is held against."""
+    found = (entry.get("beside") for case in cases for entry in case["contestants"] if entry["name"] == name)
+    return next((other for other in found if other), None)
+
+
+def _standing(entry: Document, best_peer: str | None) -> str:
+    """Beside another peer than the first of ours: which, and the ratio."""
+    other = entry.get("beside")
+    return "" if other in (None, best_peer) else f" ({other}, {_ratio(entry['ratio'])})"
+
+
+def _load(found: Document | None) -> str:
+    """Medians of clock and power while a case was timed, and whether the clock was held back."""
+    if found is None:
+        return ""
+    held_back = f", held back {found['held_back']:.0%}" if found["held_back"] else ""
+    return f"{found['sm_clock_mhz']['median']:,.0f}, {found['power_w']['median']:,.0f}{held_back}"
 
 
 def _below(cases: Sequence[Document]) -> list[str]:

@@ -9,6 +9,7 @@ from cute_kernels.bench import timing
 from cute_kernels.bench.cases import Case
 from cute_kernels.bench.contestants import Contestant
 from cute_kernels.bench.correctness import Verdict, Yardstick, judge, poison, yardstick
+from cute_kernels.bench.sensors import Reading, Sensors
 from cute_kernels.errors import one_line
 
 RIGHT, WRONG, FAILED, ABSENT = "right", "wrong", "failed", "absent"
@@ -19,7 +20,7 @@ class Outcome:
     """What became of a contestant on a case.
 
     Attributes:
-        name, ours, note: of the contestant. status: right, wrong, failed (it raised) or absent (it was not tried).
+        name, ours, note, planned: of the contestant. status: right, wrong, failed (it raised) or absent (it was not tried).
         reason: why not right. verdict: of the gate, the worse of two sets. times_us: of a call, a round each.
     """
 
@@ -29,6 +30,7 @@ class Outcome:
     status: str
     reason: str | None = None
     verdict: Verdict | None = None
+    planned: str | None = None
     times_us: tuple[float, ...] = field(default=(), repr=False)
 
 
@@ -37,13 +39,15 @@ class CaseResult:
     """A case and its outcomes.
 
     Attributes:
-        sets: of inputs, calls of a graph. reason: why the case was not timed, None where it was.
+        sets: of inputs, calls of a graph. reason: why the case was not timed, None where it was. readings: of the device
+            while it was.
     """
 
     case: Case
     sets: int
     outcomes: tuple[Outcome, ...] = ()
     reason: str | None = None
+    readings: tuple[Reading, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -51,21 +55,30 @@ class CaseResult:
         return self.reason is None and all(outcome.status in (RIGHT, ABSENT) for outcome in self.outcomes)
 
 
-def run_case(case: Case, contestants: Sequence[Contestant], rounds: int, device: torch.device, l2_bytes: int) -> CaseResult:
+def run_case(
+    case: Case,
+    contestants: Sequence[Contestant],
+    rounds: int,
+    device: torch.device,
+    l2_bytes: int,
+    sensors: Sensors | None = None,
+) -> CaseResult:
     """Never raises: what goes wrong is in the result.
 
     Args:
-        rounds: replays of each contestant that are timed. l2_bytes: of the device.
+        rounds: replays of each contestant that are timed, at most. l2_bytes, sensors: of the device.
     """
     count = timing.num_sets(case.bytes, l2_bytes)
     outcomes: list[Outcome] = []
+    readings: list[Reading | None] = []
     try:
         sets = case.sets(count, device)
         yardsticks = {index: yardstick(case, sets[index]) for index in (0, count - 1)}
         replays = {}
         for contestant in contestants:
-            outcome = Outcome(contestant.name, contestant.ours, contestant.note, ABSENT, contestant.absent(device))
-            if outcome.reason is None:
+            absent = contestant.absent(case, device)
+            outcome = Outcome(contestant.name, contestant.ours, contestant.note, ABSENT, absent, planned=contestant.planned)
+            if absent is None:
                 try:
                     replay = timing.Replay(contestant.prepare(case, sets), device)
                     outcome = judged(outcome, replay, yardsticks)
@@ -78,9 +91,10 @@ def run_case(case: Case, contestants: Sequence[Contestant], rounds: int, device:
         if unfit:
             return CaseResult(case, count, tuple(outcomes), f"{unfit[0].name}: {unfit[0].status}: {unfit[0].reason}")
         fit = [replays[outcome.name] for outcome in outcomes if outcome.status == RIGHT]
-        times = iter(timing.measure(fit, rounds, device))
+        look = None if sensors is None else lambda: readings.append(sensors.read())
+        times = iter(timing.measure(fit, rounds, device, look))
         timed = [replace(o, times_us=tuple(next(times))) if o.status == RIGHT else o for o in outcomes]
-        return CaseResult(case, count, tuple(timed))
+        return CaseResult(case, count, tuple(timed), readings=tuple(filter(None, readings)))
     except Exception as error:
         return CaseResult(case, count, tuple(outcomes), one_line(error))
 

@@ -19,6 +19,8 @@ COLD = 2  # times the size of L2
 BLOCK_US = 50_000.0  # of replays between two looks at the clock
 STEADY = 0.01  # change from one block to the next
 MAX_WARM_UP_S = 1.0
+TIMED_S, MIN_ROUNDS = 1.0, 11  # rounds of a case end with this time, but not before there are so many
+LOOK_S = 0.02  # between two looks at the device
 COPY_BYTES, MATMUL = 1 << 30, 8192
 CEILING_CALLS = 4
 
@@ -57,19 +59,32 @@ class Replay:
             self.graph.replay()
 
 
-def measure(replays: Sequence[Replay], rounds: int, device: torch.device) -> list[list[float]]:
-    """Microseconds a call, for each replay and round, after a warm-up."""
+def measure(
+    replays: Sequence[Replay], rounds: int, device: torch.device, look: Callable[[], object] | None = None
+) -> list[list[float]]:
+    """Microseconds a call, for each replay and round, after a warm-up.
+
+    Args:
+        rounds: at most; see `affordable`. look: called again and again while the device works.
+    """
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     other = torch.zeros(COLD * l2_bytes // 4, dtype=torch.float32, device=device)
-    warm_up(lambda count: interleave(replays, count, other.sum))
-    return interleave(replays, rounds, other.sum)
+    round_s = warm_up(lambda count: interleave(replays, count, other.sum))
+    return interleave(replays, affordable(rounds, round_s), other.sum, look)
 
 
-def interleave(replays: Sequence[Replay], rounds: int, cool: Callable[[], object]) -> list[list[float]]:
+def affordable(rounds: int, round_s: float) -> int:
+    """So many of the rounds as TIMED_S takes, of `round_s` seconds each, or MIN_ROUNDS."""
+    return min(rounds, max(MIN_ROUNDS, int(TIMED_S / round_s)))
+
+
+def interleave(
+    replays: Sequence[Replay], rounds: int, cool: Callable[[], object], look: Callable[[], object] | None = None
+) -> list[list[float]]:
     """All replays in turn, so often; each round begins with another one. Nothing waits before the end: the host keeps ahead.
 
     Args:
-        cool: fills L2 with something else, outside the clock.
+        cool: fills L2 with something else, outside the clock. look: called while the device works through what it was given.
     """
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in replays]
     for turn in range(rounds):
@@ -81,6 +96,9 @@ def interleave(replays: Sequence[Replay], rounds: int, cool: Callable[[], object
             replays[index].run()
             end.record()
             marks[index].append((start, end))
+    while look is not None and not end.query():
+        look()
+        time.sleep(LOOK_S)
     torch.cuda.synchronize()
     return [
         [1e3 * start.elapsed_time(end) / len(replay.results) for start, end in pairs]
@@ -88,24 +106,25 @@ def interleave(replays: Sequence[Replay], rounds: int, cool: Callable[[], object
     ]
 
 
-def warm_up(run: Callable[[int], list[list[float]]], clock: Callable[[], float] = time.perf_counter) -> int:
+def warm_up(run: Callable[[int], list[list[float]]], clock: Callable[[], float] = time.perf_counter) -> float:
     """Run until two blocks one after the other take the same time, at most MAX_WARM_UP_S.
 
     Args:
         run: so many rounds; gives microseconds a call for each replay and round.
     Returns:
-        How many blocks it took.
+        Seconds a round, in the last block.
     """
     begin = clock()
-    count = max(1, round(BLOCK_US / max(1.0, 1e6 * _timed(run, 1, clock)[0])))
-    previous, blocks = 0.0, 0
+    round_s, _ = _timed(run, 1, clock)
+    count = max(1, round(BLOCK_US / max(1.0, 1e6 * round_s)))
+    previous = 0.0
     while clock() - begin < MAX_WARM_UP_S:
-        _, calls_us = _timed(run, count, clock)
-        blocks += 1
+        block_s, calls_us = _timed(run, count, clock)
+        round_s = block_s / count
         if abs(calls_us - previous) <= STEADY * previous:
             break
         previous = calls_us
-    return blocks
+    return round_s
 
 
 def _timed(run: Callable[[int], list[list[float]]], count: int, clock: Callable[[], float]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from cute_kernels.bench import __main__ as command
 from cute_kernels.bench import machine, timing
 from cute_kernels.bench.cases import BlockAttentionCase, ContextAppendCase, MarkovChainCase, QueryRopeCase
 from cute_kernels.bench.contestants import CONTESTANTS
-from cute_kernels.bench.suites import SUITES
+from cute_kernels.bench.suites import SUITES, Suite
 from cute_kernels.bench.timing import Ceilings
 
 
@@ -29,7 +29,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch, measured: list[int]) -> None:
     """The command with small cases, the twins as ours, made-up times and a machine that says it is an H200."""
-    monkeypatch.setitem(SUITES, "kernels", tuple(SMALL.values()))
+    monkeypatch.setitem(SUITES, "kernels", Suite(tuple(SMALL.values()), left_out=frozenset({("query_rope", "torch")})))
     monkeypatch.setattr(command, "cuda_device", lambda: CPU)
     monkeypatch.setattr(machine, "facts", lambda device: dict(MACHINE))
     monkeypatch.setattr(machine, "clocks", lambda device: {})
@@ -53,6 +53,8 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     assert [case["kernel"] for case in document["cases"]] == list(SMALL) and document["passed"] is True
     assert document["rounds"] == command.QUICK_ROUNDS
     assert f"block_attention {ATTENTION.label}: ours 13.0 us, torch 23.0 us" in printed.splitlines()
+    assert f"query_rope {ROPE.label}: ours 13.0 us" in printed.splitlines()  # the suite leaves torch out
+    assert document["left_out"] == ["torch of query_rope"] and "Not timed in this suite: torch of query_rope." in printed
 
 
 @pytest.mark.usefixtures("without_a_gpu")
@@ -87,7 +89,7 @@ def test_a_device_that_is_gone_at_the_end_takes_nothing_with_it(
 def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(SUITES["kernels"])
+    assert len(lines) == len(SUITES["kernels"].cases)
     assert lines[0] == "block_attention B=1 context=1024 H=64 S=8: 2.30 MB, 1.15 GFLOP"
 
 
@@ -126,7 +128,7 @@ def test_the_module_runs_and_imports_neither_drafter_nor_peers() -> None:
 @pytest.mark.gpu
 def test_the_command_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cases = (BlockAttentionCase(2, 130, heads=8), ContextAppendCase(40), QueryRopeCase(2), MarkovChainCase(3, vocabulary=4099))
-    monkeypatch.setitem(SUITES, "kernels", cases)
+    monkeypatch.setitem(SUITES, "kernels", Suite(cases))
     for kernel, entered in list(CONTESTANTS.items()):  # FlashInfer may have to be compiled for minutes
         monkeypatch.setitem(CONTESTANTS, kernel, tuple(contestant for contestant in entered if contestant.package is None))
     tables = tmp_path / "a.md"

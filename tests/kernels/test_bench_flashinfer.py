@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_fabricated import ATTENTION, run_case_untimed
+from bench_fabricated import ATTENTION, RAGGED, run_case_untimed
 
 from cute_kernels.bench import flashinfer_mla
 from cute_kernels.bench.cases import BlockAttentionCase, Inputs
@@ -59,10 +59,11 @@ def paged_mla(monkeypatch: pytest.MonkeyPatch) -> type[PagedMLA]:
 
 
 @pytest.mark.usefixtures("paged_mla")
-@pytest.mark.parametrize("context", [70, 64, 63, 60])
-def test_flashinfer_is_given_context_and_block_in_its_pages(context: int) -> None:
+@pytest.mark.parametrize(
+    "case", [RAGGED, *(replace(ATTENTION, context=context) for context in (70, 64, 63, 60))], ids=lambda case: case.label
+)
+def test_flashinfer_is_given_context_and_block_in_its_pages(case: BlockAttentionCase) -> None:
     peer = Contestant("flashinfer fa2", partial(flashinfer_mla.prepare, backend="fa2"))
-    case = replace(ATTENTION, context=context)
     (outcome,) = run_case_untimed(case, peer).outcomes
     assert (outcome.status, outcome.reason) == (RIGHT, None)
 

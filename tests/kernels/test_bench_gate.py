@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_fabricated import ATTENTION, CPU, MISTAKES, SMALL, Answer, answer, of, run_case_untimed
+from bench_fabricated import ATTENTION, CPU, MISTAKES, RAGGED, SMALL, Answer, answer, of, run_case_untimed
 
 from cute_kernels.bench.cases import BlockAttentionCase
 from cute_kernels.bench.contestants import CONTESTANTS
@@ -22,9 +22,9 @@ def verdict_of(case: Any, answer: Answer) -> Verdict:
     return judge(held, answer(case, inputs))
 
 
-@pytest.mark.parametrize("kernel", SMALL)
-def test_the_gate_passes_the_twin(kernel: str) -> None:
-    verdict = verdict_of(SMALL[kernel], answer)
+@pytest.mark.parametrize("case", [*SMALL.values(), RAGGED], ids=lambda case: f"{case.kernel} {case.label}")
+def test_the_gate_passes_the_twin(case: Any) -> None:
+    verdict = verdict_of(case, answer)
     assert verdict.complaint is None and verdict.error is not None
     assert verdict.error <= verdict.baseline + 2**-8
 
@@ -61,8 +61,14 @@ def test_the_worst_row_by_hand() -> None:
     assert not worst_row(torch.tensor([[3.0, 4.0], [0.0, torch.nan]]), truth) <= 1e9
 
 
-def test_of_many_requests_three_are_compared_and_named() -> None:
+def test_of_many_requests_some_are_compared_and_named() -> None:
     inputs = ATTENTION.sets(1, CPU)[0]
     assert yardstick(ATTENTION, inputs).checked == "requests 0, 2, 4 of 5"
+    ragged = replace(RAGGED, batch=12)
+    extremes = {ragged.lengths.index(max(ragged.lengths)), ragged.lengths.index(min(ragged.lengths))}
+    picked = sorted({0, 6, 11} | extremes)
+    assert len(picked) > 3  # else the extremes show nothing here
+    checked = yardstick(ragged, ragged.sets(1, CPU)[0]).checked
+    assert checked == f"requests {', '.join(map(str, picked))} of 12"
     one = replace(ATTENTION, batch=1)
     assert yardstick(one, one.sets(1, CPU)[0]).checked == "request 0 of 1"
