@@ -1,0 +1,141 @@
+"""What is fixed before a launch: the kernel's configuration, and how many blocks share K. Pure Python."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+NAME = "few_row_linear"
+ARCH = "sm_90a"
+MAX_ROWS = 64  # of x: what one product of the tensor cores takes
+VECTOR = 8  # elements of 16 bytes
+CHUNK = 64  # elements of K in a swizzled row of shared memory, 128 bytes
+BLOCK = 64  # weight rows of a warpgroup
+COLUMNS = (8, 16, 32, 64)  # rows of x, padded
+TWO_GROUPS = 32  # columns from which two warpgroups share a block's x
+SPLITS = (1, 2, 4, 8)  # blocks of a cluster
+MAX_DEPTH = 2  # chunks of a stage
+PITCH_PAD = 4  # fp32 elements behind a column of partial sums, off the banks and a multiple of 16 bytes
+HEADER_BYTES = 1024  # of shared memory: barriers
+SHARED_BYTES = 115_712  # of a block, so that the next launch's block fits beside it: (228 KB of Hopper) / 2 - 1 KB
+ROUND_CHUNKS = 3  # what a tile costs beside its chunks, in chunks
+
+LINEAR, SILU_MUL = "linear", "silu_mul"
+FORMS = (LINEAR, SILU_MUL)
+
+
+@dataclass(frozen=True)
+class FewRowLinearConfig:
+    """What is fixed when the kernel is compiled.
+
+    Attributes:
+        columns: rows of x, padded. split: blocks of a cluster, each with a part of K. depth: chunks of 64 of K in a stage.
+        dtype: bfloat16 or float16. form: linear, or silu_mul of two weights. transposed: weights are contiguous along N.
+    """
+
+    columns: int
+    split: int
+    depth: int
+    dtype: str
+    form: str = LINEAR
+    transposed: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply, 64 weight rows each."""
+        return 1 if self.columns < TWO_GROUPS else 2
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile; half of them are of the gate where the form is silu_mul."""
+        return BLOCK * self.groups
+
+    @property
+    def outputs(self) -> int:
+        """Output columns of a tile."""
+        return self.rows // 2 if self.form == SILU_MUL else self.rows
+
+    @property
+    def own_columns(self) -> int:
+        """Columns whose sums a block of a cluster completes."""
+        return self.columns // self.split
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a stage."""
+        return self.rows * CHUNK * self.depth * 2
+
+    @property
+    def x_bytes(self) -> int:
+        """Of a stage."""
+        return self.columns * CHUNK * self.depth * 2
+
+    @property
+    def partial_floats(self) -> int:
+        """Of a block's shared memory, for the partial sums that it is sent."""
+        return self.columns * (self.rows + PITCH_PAD)
+
+    @property
+    def stages(self) -> int:
+        """Of the ring."""
+        return (SHARED_BYTES - HEADER_BYTES - 4 * self.partial_floats - 1024) // (self.weight_bytes + self.x_bytes)
+
+    def reason(self) -> str | None:
+        """None where this can be compiled, else what is wrong with it."""
+        if self.dtype not in ("bfloat16", "float16"):
+            return f"dtype must be bfloat16 or float16, it is {self.dtype}"
+        if self.form not in FORMS:
+            return f"form must be one of {', '.join(FORMS)}, it is {self.form}"
+        if self.columns not in COLUMNS or self.split not in SPLITS:
+            return f"columns must be among {COLUMNS} and split among {SPLITS}, they are {self.columns} and {self.split}"
+        if self.depth not in (1, MAX_DEPTH):
+            return f"depth must be 1 or {MAX_DEPTH}, it is {self.depth}"
+        if self.transposed and self.form == SILU_MUL:
+            return "weights of silu_mul must be contiguous along K"
+        return None
+
+
+def columns_for(rows: int) -> int:
+    """The least padding of so many rows of x, 1 to MAX_ROWS."""
+    return next(columns for columns in COLUMNS if columns >= rows)
+
+
+@lru_cache(maxsize=256)
+def pick_split(outputs: int, inner: int, groups: int, multiprocessors: int, *, form: str = LINEAR) -> int:
+    """Blocks that share K, so that the busiest has least to read; the fewest on a tie.
+
+    Does not depend on the rows of x, so that a row's sum is made in the same order whatever its company.
+
+    Args:
+        outputs: N. inner: K. groups: G.
+    """
+    tiles = groups * -(-outputs // (BLOCK // 2 if form == SILU_MUL else BLOCK))
+    chunks = inner // CHUNK
+
+    def cost(split: int) -> int:
+        clusters = max(1, multiprocessors // split)
+        return -(-tiles // clusters) * (chunks // split + ROUND_CHUNKS)
+
+    return min((split for split in SPLITS if chunks % split == 0), key=cost)
+
+
+def config_for(
+    rows: int,
+    outputs: int,
+    inner: int,
+    groups: int,
+    dtype: str,
+    multiprocessors: int,
+    *,
+    form: str = LINEAR,
+    transposed: bool = False,
+    split: int | None = None,
+) -> FewRowLinearConfig:
+    """The kernel of a call: rows of x, N, K, G. split None: as `pick_split` says."""
+    split = pick_split(outputs, inner, groups, multiprocessors, form=form) if split is None else split
+    columns = columns_for(rows)
+    depth = MAX_DEPTH if columns < TWO_GROUPS and inner // CHUNK // split % MAX_DEPTH == 0 else 1
+    return FewRowLinearConfig(columns, split, depth, dtype, form, transposed)
+
+
+def num_clusters(config: FewRowLinearConfig, outputs: int, groups: int, multiprocessors: int) -> int:
+    """Clusters that share the tiles: one block a multiprocessor, or fewer."""
+    return max(1, min(groups * -(-outputs // config.outputs), multiprocessors // config.split))
