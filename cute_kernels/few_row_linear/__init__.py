@@ -32,8 +32,8 @@ from cute_kernels.few_row_linear.config import (
     NAME,
     SILU_MUL,
     SPLITS,
-    VECTOR,
     FewRowLinearConfig,
+    Product,
     config_for,
     num_clusters,
 )
@@ -44,6 +44,7 @@ __all__ = [
     "MAX_ROWS",
     "NAME",
     "FewRowLinearConfig",
+    "Product",
     "compile_for",
     "config_for",
     "few_row_linear",
@@ -66,17 +67,19 @@ def reason(x: torch.Tensor, weight: torch.Tensor) -> str | None:
     return why or _shape_reason(x, weight)
 
 
+def _product(weight: torch.Tensor, form: str) -> Product:
+    groups = weight.shape[0] if weight.ndim == 3 else 1
+    return Product(weight.shape[-2], weight.shape[-1], groups, form, not _is_row_major(weight))
+
+
 def _shape_reason(x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """None where the shapes, dtypes and strides of legal arguments are built, else which is not."""
-    rows = x.shape[:-1].numel() // (max(1, weight.shape[0]) if weight.ndim == 3 else 1)
-    outputs, inner = weight.shape[-2:]
+    """None where the shapes and dtypes of legal arguments are built, else which is not."""
+    rows = x.shape[: 1 - weight.ndim].numel()
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype must be bfloat16 or float16, it is {x.dtype}"
     if rows > MAX_ROWS:
         return f"x must have at most {MAX_ROWS} rows, it has {rows}"
-    if inner < CHUNK or inner % CHUNK or outputs < VECTOR or outputs % VECTOR:
-        return f"K must be a multiple of {CHUNK} and N of {VECTOR}, they are {inner} and {outputs}"
-    return None
+    return _product(weight, LINEAR).reason()
 
 
 def launcher(config: FewRowLinearConfig, device: torch.device) -> Callable[..., Any]:
@@ -85,10 +88,10 @@ def launcher(config: FewRowLinearConfig, device: torch.device) -> Callable[..., 
     return compiled(NAME, config, arch, lambda: compile_for(config, arch))
 
 
-def _collapsed(name: str, tensor: torch.Tensor, groups: int | None) -> torch.Tensor:
+def _collapsed(name: str, tensor: torch.Tensor, groups: int) -> torch.Tensor:
     """[..., (G,) size] as [M, G, size], no copy."""
     try:
-        return tensor.view(-1, groups or 1, tensor.shape[-1])
+        return tensor.view(-1, groups, tensor.shape[-1])
     except RuntimeError as error:
         raise KernelError(
             f"{NAME}: leading dims of {name} must be evenly spaced, strides of {list(tensor.shape)} are {tensor.stride()}. "
@@ -187,24 +190,15 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, out:
     why = reason(x, weight)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME}: {why}. Use cute_kernels.reference.few_row_linear.")
-    groups = weight.shape[0] if weight.ndim == 3 else None
-    rows, results = _collapsed("x", x, groups), _collapsed("out", out, groups)
-    (outputs, inner), multiprocessors = weight.shape[-2:], torch.cuda.get_device_properties(x.device).multi_processor_count
-    if split is not None and (split not in SPLITS or inner // CHUNK % split):
-        raise KernelError(f"{NAME}: split must be among {SPLITS} and divide K / {CHUNK} = {inner // CHUNK}, it is {split}.")
+    product = _product(weight, LINEAR if up is None else SILU_MUL)
+    rows, results = _collapsed("x", x, product.groups), _collapsed("out", out, product.groups)
+    chunks = product.inner // CHUNK
+    if split is not None and (split not in SPLITS or chunks % split):
+        raise KernelError(f"{NAME}: split must be among {SPLITS} and divide K / {CHUNK} = {chunks}, it is {split}.")
     if not rows.shape[0]:
         return
-    config = config_for(
-        rows.shape[0],
-        outputs,
-        inner,
-        groups or 1,
-        str(x.dtype).removeprefix("torch."),
-        multiprocessors,
-        form=LINEAR if up is None else SILU_MUL,
-        transposed=not _is_row_major(weight),
-        split=split,
-    )
-    clusters = num_clusters(config, outputs, groups or 1, multiprocessors)
-    weights = weight if groups else weight.unsqueeze(0)
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    config = config_for(rows.shape[0], product, str(x.dtype).removeprefix("torch."), multiprocessors, split)
+    weights = weight if weight.ndim == 3 else weight.unsqueeze(0)
+    clusters = num_clusters(config, product, multiprocessors)
     launcher(config, x.device)(rows, weights, None if up is None else up.unsqueeze(0), results, clusters)

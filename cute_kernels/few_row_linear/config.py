@@ -16,10 +16,32 @@ MAX_DEPTH = 2  # chunks of a stage
 PITCH_PAD = 4  # fp32 elements behind a column of partial sums, off the banks and a multiple of 16 bytes
 HEADER_BYTES = 1024  # of shared memory: barriers
 SHARED_BYTES = 115_712  # of a block, so that the next launch's block fits beside it: (228 KB of Hopper) / 2 - 1 KB
+HOPPER_MULTIPROCESSORS = (132, 114, 78)  # of H100 and H200 SXM, H100 PCIe, H20: those that kernels are built ahead for
 ROUND_CHUNKS = 3  # what a tile costs beside its chunks, in chunks
 
 LINEAR, SILU_MUL = "linear", "silu_mul"
 FORMS = (LINEAR, SILU_MUL)
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is multiplied by.
+
+    Attributes:
+        outputs: N. inner: K. groups: G. form: linear, or silu_mul of two weights. transposed: contiguous along N.
+    """
+
+    outputs: int
+    inner: int
+    groups: int = 1
+    form: str = LINEAR
+    transposed: bool = False
+
+    def reason(self) -> str | None:
+        """None where a kernel takes it, else what is wrong with it."""
+        if self.inner < CHUNK or self.inner % CHUNK or self.outputs < VECTOR or self.outputs % VECTOR:
+            return f"K must be a multiple of {CHUNK} and N of {VECTOR}, they are {self.inner} and {self.outputs}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -99,16 +121,13 @@ def columns_for(rows: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def pick_split(outputs: int, inner: int, groups: int, multiprocessors: int, *, form: str = LINEAR) -> int:
+def pick_split(product: Product, multiprocessors: int) -> int:
     """Blocks that share K, so that the busiest has least to read; the fewest on a tie.
 
     Does not depend on the rows of x, so that a row's sum is made in the same order whatever its company.
-
-    Args:
-        outputs: N. inner: K. groups: G.
     """
-    tiles = groups * -(-outputs // (BLOCK // 2 if form == SILU_MUL else BLOCK))
-    chunks = inner // CHUNK
+    tiles = product.groups * -(-product.outputs // (BLOCK // 2 if product.form == SILU_MUL else BLOCK))
+    chunks = product.inner // CHUNK
 
     def cost(split: int) -> int:
         clusters = max(1, multiprocessors // split)
@@ -117,25 +136,14 @@ def pick_split(outputs: int, inner: int, groups: int, multiprocessors: int, *, f
     return min((split for split in SPLITS if chunks % split == 0), key=cost)
 
 
-def config_for(
-    rows: int,
-    outputs: int,
-    inner: int,
-    groups: int,
-    dtype: str,
-    multiprocessors: int,
-    *,
-    form: str = LINEAR,
-    transposed: bool = False,
-    split: int | None = None,
-) -> FewRowLinearConfig:
-    """The kernel of a call: rows of x, N, K, G. split None: as `pick_split` says."""
-    split = pick_split(outputs, inner, groups, multiprocessors, form=form) if split is None else split
+def config_for(rows: int, product: Product, dtype: str, multiprocessors: int, split: int | None = None) -> FewRowLinearConfig:
+    """The kernel of a call with so many rows of x. split None: as `pick_split` says."""
+    split = pick_split(product, multiprocessors) if split is None else split
     columns = columns_for(rows)
-    depth = MAX_DEPTH if columns < TWO_GROUPS and inner // CHUNK // split % MAX_DEPTH == 0 else 1
-    return FewRowLinearConfig(columns, split, depth, dtype, form, transposed)
+    depth = MAX_DEPTH if columns < TWO_GROUPS and product.inner // CHUNK // split % MAX_DEPTH == 0 else 1
+    return FewRowLinearConfig(columns, split, depth, dtype, product.form, product.transposed)
 
 
-def num_clusters(config: FewRowLinearConfig, outputs: int, groups: int, multiprocessors: int) -> int:
+def num_clusters(config: FewRowLinearConfig, product: Product, multiprocessors: int) -> int:
     """Clusters that share the tiles: one block a multiprocessor, or fewer."""
-    return max(1, min(groups * -(-outputs // config.outputs), multiprocessors // config.split))
+    return max(1, min(product.groups * -(-product.outputs // config.outputs), multiprocessors // config.split))
