@@ -16,8 +16,9 @@ multiplied. The fetching warp waits for `empty` of use u - 1; a fresh barrier co
 first. `sent` completes once a tile by one arrival and the bytes that all blocks send here; `taken` once a tile, by all warps of
 the cluster that have read what they were sent. Before it sends for tile t a thread waits for `taken` of tile t - 1: nothing is
 overwritten that is not read, no send of tile t + 1 reaches `sent` before its phase t is complete, and no block is two tiles
-ahead. At the end the cluster waits for itself, so that no block is gone while it may be sent to. No deadlock: a wait is for
-stages and tiles before, or for the same tile of blocks that wait for nothing later; the hardware starts a cluster as a whole.
+ahead. Nothing is sent to a block that is gone: it has waited for all that it is sent, and of the last tile `taken` is not told.
+No deadlock: a wait is for stages and tiles before, or for the same tile of blocks that wait for nothing later; the hardware
+starts a cluster as a whole.
 
 The launch is a dependent one, and lets the next one start at once: half of the shared memory is left for it. Weights are
 constants, so the ring is filled with them before the wait for the kernel before (griddepcontrol.wait); x follows. Every warp
@@ -146,7 +147,7 @@ class FewRowLinear:
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if cutlass.const_expr(config.split > 1):
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
 
         per_group = (mOut.shape[1] + config.outputs - 1) // config.outputs
         tiles = per_group * mOut.shape[2]
@@ -160,6 +161,3 @@ class FewRowLinear:
                 cute.arch.cluster_wait()  # every block's barriers are set up
             cute.arch.griddepcontrol_wait()
             multiply(config, mma, sWeight, sX, sSum, full, empty, sent, taken, mOut, tX.shape[1], walk)
-        if cutlass.const_expr(config.split > 1):  # no block is gone while it may be sent to
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()

@@ -165,7 +165,7 @@ def multiply(
                 s = Int32(0)
                 phase ^= 1
         send(config, acc, sSum, sent, taken, row, quad, rank, turn)
-        finish(config, sSum, sent, taken, mOut, tile, per_group, rank, turn)
+        finish(config, sSum, sent, taken, mOut, tile, per_group, rank, turn, tile + step >= tiles)
         turn += 1
 
 
@@ -213,6 +213,7 @@ def finish(
     per_group: Int32,
     rank: Int32,
     turn: Int32,
+    is_last: cutlass.Boolean,
 ) -> None:
     """This block's columns of a tile: partial sums in the order of K, the form, one rounding, 16 bytes a store."""
     tidx, _, _ = cute.arch.thread_idx()
@@ -238,7 +239,7 @@ def finish(
             gOut[None, n // VECTOR].store(rOut.load())
     if cutlass.const_expr(config.split > 1):
         cute.arch.sync_warp()
-        if tidx % WARP < config.split:
+        if tidx % WARP < config.split and not is_last:
             cute.arch.mbarrier_arrive(taken, tidx % WARP)
     else:
         cute.arch.barrier(barrier_id=SUMS_FREE, number_of_threads=threads)
