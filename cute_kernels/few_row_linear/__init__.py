@@ -23,6 +23,7 @@ import torch
 
 from cute_kernels.cache import compiled
 from cute_kernels.errors import KernelError, UnsupportedKernelError
+from cute_kernels.few_row_linear import config
 from cute_kernels.few_row_linear.compile import compile_for, gate_configs
 from cute_kernels.few_row_linear.config import (
     ARCH,
@@ -131,7 +132,7 @@ def _is_row_major(weight: torch.Tensor) -> bool:
 @torch.library.custom_op("trtllm_dspark::few_row_linear", mutates_args=("out",), device_types="cuda")
 def _op(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, out: torch.Tensor) -> None:
     _check(x, weight, up, out)
-    _launch(x, weight, up, out, None)
+    _launch(x, weight, up, out, None, None)
 
 
 @_op.register_fake
@@ -140,7 +141,12 @@ def _(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, out: torch
 
 
 def few_row_linear(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, *, split: int | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    ahead: torch.Tensor | None = None,
+    split: int | None = None,
 ) -> torch.Tensor:
     """x times weight, transposed; with a weight for each group where there are three dims.
 
@@ -156,10 +162,12 @@ def few_row_linear(
     Raises:
         KernelError: a shape, dtype, stride or device breaks the above. UnsupportedKernelError: no kernel for them here.
     """
-    return _call(x, weight, None, out, split)
+    return _call(x, weight, None, out, ahead, split)
 
 
-def few_row_silu_mul(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, split: int | None = None) -> torch.Tensor:
+def few_row_silu_mul(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, ahead: torch.Tensor | None = None, split: int | None = None
+) -> torch.Tensor:
     """silu(x gate^T) * (x up^T): the inside of a gated MLP in one launch. [..., K] -> [..., N].
 
     Args:
@@ -170,11 +178,16 @@ def few_row_silu_mul(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, s
     """
     if gate.ndim != 2:
         raise KernelError(f"{NAME}: gate must be [N, K], it is {list(gate.shape)}. Pass one layer's.")
-    return _call(x, gate, up, None, split)
+    return _call(x, gate, up, None, ahead, split)
 
 
 def _call(
-    x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, out: torch.Tensor | None, split: int | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    up: torch.Tensor | None,
+    out: torch.Tensor | None,
+    ahead: torch.Tensor | None,
+    split: int | None,
 ) -> torch.Tensor:
     _check(x, weight, up, out)
     if out is None:
@@ -182,11 +195,18 @@ def _call(
     if torch.compiler.is_compiling():
         _op(x, weight, up, out)
     else:
-        _launch(x, weight, up, out, split)
+        _launch(x, weight, up, out, ahead, split)
     return out
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, out: torch.Tensor, split: int | None) -> None:
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    up: torch.Tensor | None,
+    out: torch.Tensor,
+    ahead: torch.Tensor | None,
+    split: int | None,
+) -> None:
     why = reason(x, weight)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME}: {why}. Use cute_kernels.reference.few_row_linear.")
@@ -198,7 +218,15 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, out:
     if not rows.shape[0]:
         return
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    config = config_for(rows.shape[0], product, str(x.dtype).removeprefix("torch."), multiprocessors, split)
+    chosen = config_for(rows.shape[0], product, str(x.dtype).removeprefix("torch."), multiprocessors, split)
     weights = weight if weight.ndim == 3 else weight.unsqueeze(0)
-    clusters = num_clusters(config, product, multiprocessors)
-    launcher(config, x.device)(rows, weights, None if up is None else up.unsqueeze(0), results, clusters)
+    clusters = num_clusters(chosen, product, multiprocessors)
+    rows_ahead, row = (0, weights[0] if not product.transposed else weights[0].mT) if ahead is None else _rows_ahead(ahead)
+    launcher(chosen, x.device)(rows, weights, None if up is None else up.unsqueeze(0), results, row, rows_ahead, clusters)
+
+
+def _rows_ahead(weight: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Evenly spaced rows of a weight, AHEAD_BYTES of them."""
+    rows = weight.flatten(0, -2)
+    rows = rows[:: max(1, rows.numel() * rows.element_size() // config.AHEAD_BYTES)]
+    return rows.shape[0], rows

@@ -21,7 +21,7 @@ def compile_for(config: FewRowLinearConfig, arch: str, options: str = "") -> Any
     from cute_kernels.few_row_linear.kernel import FewRowLinear
 
     dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
-    rows, groups, inner, outputs = (cute.sym_int() for _ in range(4))
+    rows, groups, inner, outputs, ahead, width = (cute.sym_int() for _ in range(6))
 
     def tensor(shape: tuple[Any, ...], contiguous: int = 2) -> Any:
         stride = tuple(1 if mode == contiguous else cute.sym_int64(divisibility=VECTOR) for mode in range(3))
@@ -33,6 +33,8 @@ def compile_for(config: FewRowLinearConfig, arch: str, options: str = "") -> Any
         tensor((groups, outputs, inner), 1 if config.transposed else 2),
         tensor((groups, outputs, inner)) if config.form == SILU_MUL else None,
         tensor((rows, groups, outputs)),
+        make_fake_tensor(dtype, (ahead, width), stride=(cute.sym_int64(divisibility=VECTOR), 1), assumed_align=16),
+        Int32(0),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--gpu-arch {arch} --enable-tvm-ffi {options}",

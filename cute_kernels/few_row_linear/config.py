@@ -17,6 +17,8 @@ PITCH_PAD = 4  # fp32 elements behind a column of partial sums, off the banks an
 HEADER_BYTES = 1024  # of shared memory: barriers
 SHARED_BYTES = 115_712  # of a block, so that the next launch's block fits beside it: (228 KB of Hopper) / 2 - 1 KB
 HOPPER_MULTIPROCESSORS = (132, 114, 78)  # of H100 and H200 SXM, H100 PCIe, H20: those that kernels are built ahead for
+TURN = 0
+AHEAD_BYTES = 12 << 20
 ROUND_CHUNKS = 3  # what a tile costs beside its chunks, in chunks
 
 LINEAR, SILU_MUL = "linear", "silu_mul"

@@ -52,6 +52,8 @@ class FewRowLinear:
         mWeight: cute.Tensor,  # (G, N, K)
         mUp: cute.Tensor | None,
         mOut: cute.Tensor,  # (M, G, N)
+        mAhead: cute.Tensor,  # (rows, K of the next product)
+        rows_ahead: Int32,
         clusters: Int32,
         stream: Any,
     ) -> None:
@@ -98,7 +100,7 @@ class FewRowLinear:
             warpgroup.OperandSource.SMEM,
         )
         out = cute.make_tensor(mOut.iterator, cute.select(mOut.layout, mode=[0, 2, 1]))
-        self.kernel(tma_weight, tWeight, tma_up, tUp, tma_x, tX, out, mma, layout_weight, layout_x).launch(
+        self.kernel(tma_weight, tWeight, tma_up, tUp, tma_x, tX, out, mAhead, rows_ahead, mma, layout_weight, layout_x).launch(
             grid=[clusters * config.split, 1, 1],
             block=[self.threads, 1, 1],
             cluster=[config.split, 1, 1],
@@ -118,6 +120,8 @@ class FewRowLinear:
         tma_x: cute.CopyAtom,
         tX: cute.Tensor,  # (M, K, G)
         mOut: cute.Tensor,  # (M, N, G)
+        mAhead: cute.Tensor,
+        rows_ahead: Int32,
         mma: cute.TiledMma,
         layout_weight: cute.ComposedLayout,
         layout_x: cute.ComposedLayout,
@@ -153,7 +157,7 @@ class FewRowLinear:
         tiles = per_group * mOut.shape[2]
         walk = (block // config.split, blocks // config.split, tiles, per_group, block % config.split)
         if warp_index == 4 * config.groups:
-            fetch(config, tma_weight, tWeight, tma_up, tUp, sWeight, tma_x, tX, sX, full, empty, walk)
+            fetch(config, tma_weight, tWeight, tma_up, tUp, sWeight, tma_x, tX, sX, full, empty, mAhead, rows_ahead, walk)
             if cutlass.const_expr(config.split > 1):
                 cute.arch.cluster_wait()
         else:

@@ -5,7 +5,8 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.block_attention.sm90_ptx import wait
-from cute_kernels.few_row_linear.config import BLOCK, CHUNK, SILU_MUL, VECTOR, FewRowLinearConfig
+from cute_kernels.few_row_linear.config import BLOCK, CHUNK, SILU_MUL, TURN, VECTOR, FewRowLinearConfig
+from cute_kernels.few_row_linear.ptx import prefetch_bytes
 
 WARP = 32
 EVICT_FIRST = 0x12F0000000000000  # the L2 policy of that name, as createpolicy makes it
@@ -25,6 +26,8 @@ def fetch(
     sX: cute.Tensor,  # (columns, 64 * depth, stages)
     full: cute.Pointer,
     empty: cute.Pointer,
+    mAhead: cute.Tensor,  # (rows, K of the next product)
+    rows_ahead: Int32,
     walk: tuple[Int32, Int32, Int32, Int32, Int32],
 ) -> None:
     """One warp: every stage of this block, in order; of the first that fill the ring the weights come before the wait."""
@@ -48,19 +51,25 @@ def fetch(
     ahead = cutlass.min(count, config.stages)
     tile, j = first, Int32(0)
     for s in cutlass.range(ahead, unroll=1):
-        fetch_weights(config, tma_weight, gWeight, tma_up, gUp, sWeight_, full, tile, rank * each + j, per_group, s)
+        k = rank * each + (j + tile * TURN) % each
+        fetch_weights(config, tma_weight, gWeight, tma_up, gUp, sWeight_, full, tile, k, per_group, s)
         tile, j = after(tile, j, each, step)
     cute.arch.griddepcontrol_wait()
     tile, j = first, Int32(0)
     for s in cutlass.range(ahead, unroll=1):
-        fetch_x(config, tma_x, gX, sX, full, tile, rank * each + j, per_group, s)
+        fetch_x(config, tma_x, gX, sX, full, tile, rank * each + (j + tile * TURN) % each, per_group, s)
         tile, j = after(tile, j, each, step)
     for i in cutlass.range(ahead, count, unroll=1):
         s = i % config.stages
         wait(empty + s, i // config.stages % 2 ^ 1)
-        fetch_weights(config, tma_weight, gWeight, tma_up, gUp, sWeight_, full, tile, rank * each + j, per_group, s)
-        fetch_x(config, tma_x, gX, sX, full, tile, rank * each + j, per_group, s)
+        k = rank * each + (j + tile * TURN) % each
+        fetch_weights(config, tma_weight, gWeight, tma_up, gUp, sWeight_, full, tile, k, per_group, s)
+        fetch_x(config, tma_x, gX, sX, full, tile, k, per_group, s)
         tile, j = after(tile, j, each, step)
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    for row in cutlass.range(block + blocks * cute.arch.lane_idx(), rows_ahead, blocks * WARP, unroll=1):
+        prefetch_bytes(mAhead[row, None].iterator, mAhead.shape[1] * 2)
 
 
 @cute.jit
