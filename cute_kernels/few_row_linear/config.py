@@ -1,7 +1,6 @@
 """What is fixed before a launch: the kernel's configuration, and how many blocks share K. Pure Python."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 NAME = "few_row_linear"
 ARCH = "sm_90a"
@@ -11,7 +10,8 @@ CHUNK = 64  # elements of K in a swizzled row of shared memory, 128 bytes
 BLOCK = 64  # weight rows of a warpgroup
 COLUMNS = (8, 16, 32, 64)  # rows of x, padded
 TWO_GROUPS = 32  # columns from which two warpgroups share a block's x
-SPLITS = (1, 2, 4, 8)  # blocks of a cluster
+TILE_COSTS = {1: 2, 2: 4, 8: 10}  # blocks of a cluster -> what a tile costs beside its chunks, in chunks. Not 4: see README
+SPLITS = tuple(TILE_COSTS)
 MAX_DEPTH = 2  # chunks of a stage
 PITCH_PAD = 4  # fp32 elements behind a column of partial sums, off the banks and a multiple of 16 bytes
 HEADER_BYTES = 1024  # of shared memory: barriers
@@ -19,7 +19,7 @@ SHARED_BYTES = 115_712  # of a block, so that the next launch's block fits besid
 HOPPER_MULTIPROCESSORS = (132, 114, 78)  # of H100 and H200 SXM, H100 PCIe, H20: those that kernels are built ahead for
 TURN = 0
 AHEAD_BYTES = 12 << 20
-ROUND_CHUNKS = 3  # what a tile costs beside its chunks, in chunks
+FULL_ENOUGH = 0.9  # share of the multiprocessors that must have work
 
 LINEAR, SILU_MUL = "linear", "silu_mul"
 FORMS = (LINEAR, SILU_MUL)
@@ -122,20 +122,22 @@ def columns_for(rows: int) -> int:
     return next(columns for columns in COLUMNS if columns >= rows)
 
 
-@lru_cache(maxsize=256)
 def pick_split(product: Product, multiprocessors: int) -> int:
-    """Blocks that share K, so that the busiest has least to read; the fewest on a tie.
+    """Blocks that share K: of those that give nearly every multiprocessor work, so that the busiest has least; else the most.
 
     Does not depend on the rows of x, so that a row's sum is made in the same order whatever its company.
     """
     tiles = product.groups * -(-product.outputs // (BLOCK // 2 if product.form == SILU_MUL else BLOCK))
     chunks = product.inner // CHUNK
+    possible = [split for split in TILE_COSTS if chunks % split == 0]
 
-    def cost(split: int) -> int:
-        clusters = max(1, multiprocessors // split)
-        return -(-tiles // clusters) * (chunks // split + ROUND_CHUNKS)
+    def busiest(split: int) -> int:
+        rounds = -(-tiles // max(1, multiprocessors // split))
+        return rounds * (chunks // split + TILE_COSTS[split])
 
-    return min((split for split in SPLITS if chunks % split == 0), key=cost)
+    return min(
+        (split for split in possible if tiles * split >= FULL_ENOUGH * multiprocessors), key=busiest, default=possible[-1]
+    )
 
 
 def config_for(rows: int, product: Product, dtype: str, multiprocessors: int, split: int | None = None) -> FewRowLinearConfig:
