@@ -135,9 +135,8 @@ def pick_split(product: Product, multiprocessors: int) -> int:
         rounds = -(-tiles // max(1, multiprocessors // split))
         return rounds * (chunks // split + TILE_COSTS[split])
 
-    return min(
-        (split for split in possible if tiles * split >= FULL_ENOUGH * multiprocessors), key=busiest, default=possible[-1]
-    )
+    enough = [split for split in possible if tiles * split >= FULL_ENOUGH * multiprocessors]
+    return min(enough, key=busiest, default=possible[-1])
 
 
 def config_for(rows: int, product: Product, dtype: str, multiprocessors: int, split: int | None = None) -> FewRowLinearConfig:

@@ -173,7 +173,7 @@ def test_every_tile_has_a_cluster_and_every_part_of_k_the_same_size(multiprocess
 @pytest.mark.parametrize("name", K3)
 def test_the_busiest_block_reads_little_more_than_its_share(name: str) -> None:
     """Fails where K is split so that multiprocessors wait for one of them. The two small ones have too few tiles for more."""
-    product, worst = K3[name], {"q_a": 1.4, "kv_a": 1.9, "context_latents": 1.2, "o": 1.2}
+    product, worst = K3[name], {"q_a": 1.4, "kv_a": 1.9, "context_latents": 1.2, "o": 1.2, "down": 1.2}
     split = pick_split(product, H200)
     tiles = product.groups * -(-product.outputs // (32 if product.form == SILU_MUL else 64))
     chunks = product.inner // 64
@@ -228,7 +228,7 @@ def test_leading_dims_and_heads_reach_the_kernel_as_they_lie(launched: Seen) -> 
     q, out = torch.zeros(2, 3, 4, 192, dtype=BF16), torch.zeros(2, 3, 4, 576, dtype=BF16)
     stored = torch.zeros(4, 256, 512, dtype=BF16)
     few_row_linear(q[..., :128], stored[:, :128].mT, out[..., :512])
-    [(config, (x, weight, up, result, clusters))] = launched
+    [(config, (x, weight, up, result, _, _, clusters))] = launched
     assert (config.columns, config.transposed, config.split, up, clusters) == (8, True, 2, None, 32)
     assert x.shape == (6, 4, 128) and x.stride() == (768, 192, 1) and x.data_ptr() == q.data_ptr()
     assert weight.shape == (4, 512, 128) and weight.stride() == (256 * 512, 1, 512)
