@@ -1,6 +1,6 @@
 """A linear layer of few rows, as fast as its weights can be read.
 
-    y[m, g, n] = sum over k of  x[m, g, k] * W[g, n, k]          m < 64; fp32 sums, rounded once
+    y[m, g, n] = sum over k of  x[m, g, k] * W[g, n, k]          at most 16 rows m; fp32 sums, rounded once
     y[m, n] = silu(x[m] . gate[n]) * (x[m] . up[n])              each of the three rounded, as plain torch rounds them
 
 The weights are the rows of the tensor cores' product and x its columns, so that only the weights are padded to 64. Both arrive
@@ -23,7 +23,6 @@ import torch
 
 from cute_kernels.cache import compiled
 from cute_kernels.errors import KernelError, UnsupportedKernelError
-from cute_kernels.few_row_linear import config
 from cute_kernels.few_row_linear.compile import compile_for, gate_configs
 from cute_kernels.few_row_linear.config import (
     ARCH,
@@ -132,7 +131,7 @@ def _is_row_major(weight: torch.Tensor) -> bool:
 @torch.library.custom_op("trtllm_dspark::few_row_linear", mutates_args=("out",), device_types="cuda")
 def _op(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, out: torch.Tensor) -> None:
     _check(x, weight, up, out)
-    _launch(x, weight, up, out, None, None)
+    _launch(x, weight, up, out, None)
 
 
 @_op.register_fake
@@ -145,15 +144,14 @@ def few_row_linear(
     weight: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
-    ahead: torch.Tensor | None = None,
     split: int | None = None,
 ) -> torch.Tensor:
     """x times weight, transposed; with a weight for each group where there are three dims.
 
-    A row's result does not depend on the rows beside it, as long as there are at most 64.
+    A row's result does not depend on the rows beside it, as long as there are at most 16.
 
     Args:
-        x: [..., K], or [..., G, K]; bf16 or fp16; at most 64 rows (of each group); leading dims evenly spaced.
+        x: [..., K], or [..., G, K]; bf16 or fp16; at most 16 rows (of each group); leading dims evenly spaced.
         weight: [N, K], or [G, N, K]; K a multiple of 64, N of 8. Contiguous along K; one with groups may be along N. A
             constant, see this module.
         out: [..., N], or [..., G, N]: where it is written, strided like x; None allocates it.
@@ -162,12 +160,10 @@ def few_row_linear(
     Raises:
         KernelError: a shape, dtype, stride or device breaks the above. UnsupportedKernelError: no kernel for them here.
     """
-    return _call(x, weight, None, out, ahead, split)
+    return _call(x, weight, None, out, split)
 
 
-def few_row_silu_mul(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, ahead: torch.Tensor | None = None, split: int | None = None
-) -> torch.Tensor:
+def few_row_silu_mul(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, split: int | None = None) -> torch.Tensor:
     """silu(x gate^T) * (x up^T): the inside of a gated MLP in one launch. [..., K] -> [..., N].
 
     Args:
@@ -178,7 +174,7 @@ def few_row_silu_mul(
     """
     if gate.ndim != 2:
         raise KernelError(f"{NAME}: gate must be [N, K], it is {list(gate.shape)}. Pass one layer's.")
-    return _call(x, gate, up, None, ahead, split)
+    return _call(x, gate, up, None, split)
 
 
 def _call(
@@ -186,7 +182,6 @@ def _call(
     weight: torch.Tensor,
     up: torch.Tensor | None,
     out: torch.Tensor | None,
-    ahead: torch.Tensor | None,
     split: int | None,
 ) -> torch.Tensor:
     _check(x, weight, up, out)
@@ -195,7 +190,7 @@ def _call(
     if torch.compiler.is_compiling():
         _op(x, weight, up, out)
     else:
-        _launch(x, weight, up, out, ahead, split)
+        _launch(x, weight, up, out, split)
     return out
 
 
@@ -204,7 +199,6 @@ def _launch(
     weight: torch.Tensor,
     up: torch.Tensor | None,
     out: torch.Tensor,
-    ahead: torch.Tensor | None,
     split: int | None,
 ) -> None:
     why = reason(x, weight)
@@ -218,15 +212,7 @@ def _launch(
     if not rows.shape[0]:
         return
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    chosen = config_for(rows.shape[0], product, str(x.dtype).removeprefix("torch."), multiprocessors, split)
+    config = config_for(rows.shape[0], product, str(x.dtype).removeprefix("torch."), multiprocessors, split)
     weights = weight if weight.ndim == 3 else weight.unsqueeze(0)
-    clusters = num_clusters(chosen, product, multiprocessors)
-    rows_ahead, row = (0, weights[0] if not product.transposed else weights[0].mT) if ahead is None else _rows_ahead(ahead)
-    launcher(chosen, x.device)(rows, weights, None if up is None else up.unsqueeze(0), results, row, rows_ahead, clusters)
-
-
-def _rows_ahead(weight: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Evenly spaced rows of a weight, AHEAD_BYTES of them."""
-    rows = weight.flatten(0, -2)
-    rows = rows[:: max(1, rows.numel() * rows.element_size() // config.AHEAD_BYTES)]
-    return rows.shape[0], rows
+    clusters = num_clusters(config, product, multiprocessors)
+    launcher(config, x.device)(rows, weights, None if up is None else up.unsqueeze(0), results, clusters)

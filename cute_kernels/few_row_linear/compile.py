@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from cute_kernels.errors import UnsupportedKernelError
-from cute_kernels.few_row_linear.config import ARCH, COLUMNS, NAME, SILU_MUL, VECTOR, FewRowLinearConfig
+from cute_kernels.few_row_linear.config import ARCH, COLUMNS, NAME, SILU_MUL, SPLITS, VECTOR, FewRowLinearConfig
 
 
 def compile_for(config: FewRowLinearConfig, arch: str, options: str = "") -> Any:
@@ -21,7 +21,7 @@ def compile_for(config: FewRowLinearConfig, arch: str, options: str = "") -> Any
     from cute_kernels.few_row_linear.kernel import FewRowLinear
 
     dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
-    rows, groups, inner, outputs, ahead, width = (cute.sym_int() for _ in range(6))
+    rows, groups, inner, outputs = (cute.sym_int() for _ in range(4))
 
     def tensor(shape: tuple[Any, ...], contiguous: int = 2) -> Any:
         stride = tuple(1 if mode == contiguous else cute.sym_int64(divisibility=VECTOR) for mode in range(3))
@@ -33,8 +33,6 @@ def compile_for(config: FewRowLinearConfig, arch: str, options: str = "") -> Any
         tensor((groups, outputs, inner), 1 if config.transposed else 2),
         tensor((groups, outputs, inner)) if config.form == SILU_MUL else None,
         tensor((rows, groups, outputs)),
-        make_fake_tensor(dtype, (ahead, width), stride=(cute.sym_int64(divisibility=VECTOR), 1), assumed_align=16),
-        Int32(0),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--gpu-arch {arch} --enable-tvm-ffi {options}",
@@ -43,16 +41,17 @@ def compile_for(config: FewRowLinearConfig, arch: str, options: str = "") -> Any
 
 def gate_configs() -> list[tuple[Any, ...]]:
     """What the compile gate checks: (label, compile for an architecture with more options, architectures)."""
-    configs = [FewRowLinearConfig(columns, 8, 1, "bfloat16") for columns in COLUMNS]
+    configs = [FewRowLinearConfig(columns, split, 2, "bfloat16") for columns in COLUMNS for split in SPLITS]
     configs += [
+        FewRowLinearConfig(8, 8, 1, "float16"),
         FewRowLinearConfig(8, 2, 2, "bfloat16", SILU_MUL),
-        FewRowLinearConfig(64, 2, 1, "float16", SILU_MUL),
+        FewRowLinearConfig(16, 8, 1, "float16", SILU_MUL),
         FewRowLinearConfig(8, 1, 2, "bfloat16", transposed=True),
-        FewRowLinearConfig(64, 1, 1, "bfloat16", transposed=True),
+        FewRowLinearConfig(16, 2, 1, "float16", transposed=True),
     ]
     return [(f"{NAME} {_label(c)}", partial(compile_for, c), (ARCH,)) for c in configs]
 
 
 def _label(config: FewRowLinearConfig) -> str:
     transposed = " transposed" if config.transposed else ""
-    return f"{config.form} rows={config.columns} split={config.split} {config.dtype}{transposed}"
+    return f"{config.form} rows={config.columns} split={config.split} depth={config.depth} {config.dtype}{transposed}"

@@ -4,21 +4,18 @@ from dataclasses import dataclass
 
 NAME = "few_row_linear"
 ARCH = "sm_90a"
-MAX_ROWS = 64  # of x: what one product of the tensor cores takes
 VECTOR = 8  # elements of 16 bytes
 CHUNK = 64  # elements of K in a swizzled row of shared memory, 128 bytes
-BLOCK = 64  # weight rows of a warpgroup
-COLUMNS = (8, 16, 32, 64)  # rows of x, padded
-TWO_GROUPS = 32  # columns from which two warpgroups share a block's x
+BLOCK = 64  # weight rows of a tile
+COLUMNS = (8, 16)  # rows of x, padded
+MAX_ROWS = COLUMNS[-1]
 TILE_COSTS = {1: 2, 2: 4, 8: 10}  # blocks of a cluster -> what a tile costs beside its chunks, in chunks. Not 4: see README
 SPLITS = tuple(TILE_COSTS)
 MAX_DEPTH = 2  # chunks of a stage
-PITCH_PAD = 4  # fp32 elements behind a column of partial sums, off the banks and a multiple of 16 bytes
+PITCH = BLOCK + 4  # fp32 elements from a column of partial sums to the next, off the banks and a multiple of 16 bytes
 HEADER_BYTES = 1024  # of shared memory: barriers
 SHARED_BYTES = 115_712  # of a block, so that the next launch's block fits beside it: (228 KB of Hopper) / 2 - 1 KB
 HOPPER_MULTIPROCESSORS = (132, 114, 78)  # of H100 and H200 SXM, H100 PCIe, H20: those that kernels are built ahead for
-TURN = 0
-AHEAD_BYTES = 12 << 20
 FULL_ENOUGH = 0.9  # share of the multiprocessors that must have work
 
 LINEAR, SILU_MUL = "linear", "silu_mul"
@@ -63,19 +60,9 @@ class FewRowLinearConfig:
     transposed: bool = False
 
     @property
-    def groups(self) -> int:
-        """Warpgroups that multiply, 64 weight rows each."""
-        return 1 if self.columns < TWO_GROUPS else 2
-
-    @property
-    def rows(self) -> int:
-        """Weight rows of a tile; half of them are of the gate where the form is silu_mul."""
-        return BLOCK * self.groups
-
-    @property
     def outputs(self) -> int:
-        """Output columns of a tile."""
-        return self.rows // 2 if self.form == SILU_MUL else self.rows
+        """Output columns of a tile: under silu_mul half its weight rows are of the gate."""
+        return BLOCK // 2 if self.form == SILU_MUL else BLOCK
 
     @property
     def own_columns(self) -> int:
@@ -85,7 +72,7 @@ class FewRowLinearConfig:
     @property
     def weight_bytes(self) -> int:
         """Of a stage."""
-        return self.rows * CHUNK * self.depth * 2
+        return BLOCK * CHUNK * self.depth * 2
 
     @property
     def x_bytes(self) -> int:
@@ -95,7 +82,7 @@ class FewRowLinearConfig:
     @property
     def partial_floats(self) -> int:
         """Of a block's shared memory, for the partial sums that it is sent."""
-        return self.columns * (self.rows + PITCH_PAD)
+        return self.columns * PITCH
 
     @property
     def stages(self) -> int:
@@ -142,9 +129,8 @@ def pick_split(product: Product, multiprocessors: int) -> int:
 def config_for(rows: int, product: Product, dtype: str, multiprocessors: int, split: int | None = None) -> FewRowLinearConfig:
     """The kernel of a call with so many rows of x. split None: as `pick_split` says."""
     split = pick_split(product, multiprocessors) if split is None else split
-    columns = columns_for(rows)
-    depth = MAX_DEPTH if columns < TWO_GROUPS and product.inner // CHUNK // split % MAX_DEPTH == 0 else 1
-    return FewRowLinearConfig(columns, split, depth, dtype, product.form, product.transposed)
+    depth = MAX_DEPTH if product.inner // CHUNK // split % MAX_DEPTH == 0 else 1
+    return FewRowLinearConfig(columns_for(rows), split, depth, dtype, product.form, product.transposed)
 
 
 def num_clusters(config: FewRowLinearConfig, product: Product, multiprocessors: int) -> int:

@@ -1,9 +1,9 @@
 """How it works, the launch and the kernel. Imports the compiler.
 
-A tile is 64 weight rows (128 from 32 rows of x on: two warpgroups then share the x in shared memory); under silu_mul half of
-them are rows of the gate and half the same rows of the other weight. A cluster walks every `clusters`-th tile, its blocks a
-part of K each. One warp of a block fetches: stages of one or two chunks of 64 elements of K, weights and x, go round a ring of
-about 100 KB, which is filled on across tiles. The warpgroups multiply (wgmma), D[weight row, x row] in fp32.
+A tile is 64 weight rows; under silu_mul 32 rows of the gate and the same 32 of the other weight. A cluster walks every
+`clusters`-th tile, its blocks a part of K each. One warp of a block fetches: stages of one or two chunks of 64 elements of K,
+weights and x, go round a ring of about 100 KB, which is filled on across tiles. A warpgroup multiplies (wgmma), D[weight row,
+x row] in fp32. Each tile reads x anew, from L2: that is why more rows than MAX_ROWS are better left to others.
 
 The sum over the cluster. A block completes `own_columns` columns, rows of x, of each tile: block r the r-th. Every thread sends
 each of its partial sums to the block that completes it, into the place kept for the sender; that block adds the parts in the
@@ -34,8 +34,8 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.few_row_linear.config import BLOCK, CHUNK, PITCH_PAD, SILU_MUL, FewRowLinearConfig
-from cute_kernels.few_row_linear.roles import WARP, fetch, multiply
+from cute_kernels.few_row_linear.config import BLOCK, CHUNK, PITCH, SILU_MUL, FewRowLinearConfig
+from cute_kernels.few_row_linear.roles import READERS, WARP, fetch, multiply
 from cute_kernels.support import smem_allocator
 
 
@@ -43,7 +43,6 @@ class FewRowLinear:
     def __init__(self, config: FewRowLinearConfig) -> None:
         self.config = config
         self.dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
-        self.threads = 128 * config.groups + WARP  # the last warp fetches
 
     @cute.jit
     def __call__(
@@ -52,8 +51,6 @@ class FewRowLinear:
         mWeight: cute.Tensor,  # (G, N, K)
         mUp: cute.Tensor | None,
         mOut: cute.Tensor,  # (M, G, N)
-        mAhead: cute.Tensor,  # (rows, K of the next product)
-        rows_ahead: Int32,
         clusters: Int32,
         stream: Any,
     ) -> None:
@@ -61,7 +58,7 @@ class FewRowLinear:
         atom_x = warpgroup.make_smem_layout_atom(kind.K_SW128, self.dtype)
         atom_weight = warpgroup.make_smem_layout_atom(kind.MN_SW128 if config.transposed else kind.K_SW128, self.dtype)
         inner, stages = CHUNK * config.depth, config.stages
-        layout_weight = cute.tile_to_shape(atom_weight, (BLOCK, inner, config.groups, stages), order=(0, 1, 2, 3))
+        layout_weight = cute.tile_to_shape(atom_weight, (BLOCK, inner, stages), order=(0, 1, 2))
         layout_x = cute.tile_to_shape(atom_x, (config.columns, inner, stages), order=(0, 1, 2))
 
         @cute.struct
@@ -76,19 +73,18 @@ class FewRowLinear:
 
         self.Shared = Shared
         load = cpasync.CopyBulkTensorTileG2SOp()
-        rows = min(BLOCK, config.outputs)
-        box_weight = cute.tile_to_shape(atom_weight, (rows, CHUNK), order=(0, 1))
+        box_weight = cute.tile_to_shape(atom_weight, (config.outputs, CHUNK), order=(0, 1))
         box_x = cute.tile_to_shape(atom_x, (config.columns, CHUNK), order=(0, 1))
 
         def mapped(tensor: cute.Tensor, modes: list[int], box: cute.ComposedLayout, size: int) -> tuple:
             view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
             return cpasync.make_tiled_tma_atom(load, view, box, (size, CHUNK))
 
-        tma_weight, tWeight = mapped(mWeight, [1, 2, 0], box_weight, rows)
+        tma_weight, tWeight = mapped(mWeight, [1, 2, 0], box_weight, config.outputs)
         tma_x, tX = mapped(mX, [0, 2, 1], box_x, config.columns)
         tma_up, tUp = None, None
         if cutlass.const_expr(config.form == SILU_MUL):
-            tma_up, tUp = mapped(mUp, [1, 2, 0], box_weight, rows)
+            tma_up, tUp = mapped(mUp, [1, 2, 0], box_weight, config.outputs)
         mma = hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -100,9 +96,9 @@ class FewRowLinear:
             warpgroup.OperandSource.SMEM,
         )
         out = cute.make_tensor(mOut.iterator, cute.select(mOut.layout, mode=[0, 2, 1]))
-        self.kernel(tma_weight, tWeight, tma_up, tUp, tma_x, tX, out, mAhead, rows_ahead, mma, layout_weight, layout_x).launch(
+        self.kernel(tma_weight, tWeight, tma_up, tUp, tma_x, tX, out, mma, layout_weight, layout_x).launch(
             grid=[clusters * config.split, 1, 1],
-            block=[self.threads, 1, 1],
+            block=[READERS + WARP, 1, 1],
             cluster=[config.split, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -120,8 +116,6 @@ class FewRowLinear:
         tma_x: cute.CopyAtom,
         tX: cute.Tensor,  # (M, K, G)
         mOut: cute.Tensor,  # (M, N, G)
-        mAhead: cute.Tensor,
-        rows_ahead: Int32,
         mma: cute.TiledMma,
         layout_weight: cute.ComposedLayout,
         layout_x: cute.ComposedLayout,
@@ -136,18 +130,17 @@ class FewRowLinear:
         sent, taken = shared.sent.data_ptr(), shared.taken.data_ptr()
         sWeight = shared.weight.get_tensor(layout_weight.outer, swizzle=layout_weight.inner)
         sX = shared.x.get_tensor(layout_x.outer, swizzle=layout_x.inner)
-        pitch = config.rows + PITCH_PAD
-        sums = cute.make_layout((config.rows, config.own_columns, config.split), stride=(1, pitch, pitch * config.own_columns))
+        sums = cute.make_layout((BLOCK, config.own_columns, config.split), stride=(1, PITCH, PITCH * config.own_columns))
         sSum = shared.sums.get_tensor(sums)
-        if warp_index == 4 * config.groups:
+        if warp_index == READERS // WARP:
             cpasync.prefetch_descriptor(tma_weight)
             cpasync.prefetch_descriptor(tma_x)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(config.stages):
                     cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, 4 * config.groups)
+                    cute.arch.mbarrier_init(empty + i, READERS // WARP)
                 cute.arch.mbarrier_init(sent, 1)
-                cute.arch.mbarrier_init(taken, 4 * config.groups * config.split)
+                cute.arch.mbarrier_init(taken, READERS // WARP * config.split)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if cutlass.const_expr(config.split > 1):
@@ -156,8 +149,8 @@ class FewRowLinear:
         per_group = (mOut.shape[1] + config.outputs - 1) // config.outputs
         tiles = per_group * mOut.shape[2]
         walk = (block // config.split, blocks // config.split, tiles, per_group, block % config.split)
-        if warp_index == 4 * config.groups:
-            fetch(config, tma_weight, tWeight, tma_up, tUp, sWeight, tma_x, tX, sX, full, empty, mAhead, rows_ahead, walk)
+        if warp_index == READERS // WARP:
+            fetch(config, tma_weight, tWeight, tma_up, tUp, sWeight, tma_x, tX, sX, full, empty, walk)
             if cutlass.const_expr(config.split > 1):
                 cute.arch.cluster_wait()
         else:

@@ -5,10 +5,9 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.block_attention.sm90_ptx import wait
-from cute_kernels.few_row_linear.config import BLOCK, CHUNK, SILU_MUL, TURN, VECTOR, FewRowLinearConfig
-from cute_kernels.few_row_linear.ptx import prefetch_bytes
+from cute_kernels.few_row_linear.config import BLOCK, CHUNK, SILU_MUL, VECTOR, FewRowLinearConfig
 
-WARP = 32
+WARP, READERS = 32, 128  # threads of a warp, and of the warpgroup that multiplies
 EVICT_FIRST = 0x12F0000000000000  # the L2 policy of that name, as createpolicy makes it
 SUMS_READY, SUMS_FREE = 1, 2  # named barriers
 
@@ -20,14 +19,12 @@ def fetch(
     tWeight: cute.Tensor,  # (N, K, G)
     tma_up: cute.CopyAtom | None,
     tUp: cute.Tensor | None,
-    sWeight: cute.Tensor,  # (64, 64 * depth, groups, stages)
+    sWeight: cute.Tensor,  # (64, 64 * depth, stages)
     tma_x: cute.CopyAtom,
     tX: cute.Tensor,  # (M, K, G)
     sX: cute.Tensor,  # (columns, 64 * depth, stages)
     full: cute.Pointer,
     empty: cute.Pointer,
-    mAhead: cute.Tensor,  # (rows, K of the next product)
-    rows_ahead: Int32,
     walk: tuple[Int32, Int32, Int32, Int32, Int32],
 ) -> None:
     """One warp: every stage of this block, in order; of the first that fill the ring the weights come before the wait."""
@@ -40,36 +37,30 @@ def fetch(
         return source, target
 
     first, step, tiles, per_group, rank = walk
-    box = min(BLOCK, config.outputs)
-    gWeight, sWeight_ = copies(tma_weight, tWeight, sWeight, box)  # (box, N / box, K / 64, G)
+    gWeight, sWeight_ = copies(tma_weight, tWeight, sWeight, config.outputs)  # (outputs, N / outputs, K / 64, G)
     gX, sX = copies(tma_x, tX, sX, config.columns)
     gUp = None
     if cutlass.const_expr(config.form == SILU_MUL):
-        gUp, _ = copies(tma_up, tUp, sWeight, box)
+        gUp, _ = copies(tma_up, tUp, sWeight, config.outputs)
     each = tWeight.shape[1] // (CHUNK * config.depth * config.split)  # stages of a tile
     count = (tiles - first + step - 1) // step * each
-    ahead = cutlass.min(count, config.stages)
+    filled = cutlass.min(count, config.stages)
     tile, j = first, Int32(0)
-    for s in cutlass.range(ahead, unroll=1):
-        k = rank * each + (j + tile * TURN) % each
-        fetch_weights(config, tma_weight, gWeight, tma_up, gUp, sWeight_, full, tile, k, per_group, s)
+    for s in cutlass.range(filled, unroll=1):
+        fetch_weights(config, tma_weight, gWeight, tma_up, gUp, sWeight_, full, tile, rank * each + j, per_group, s)
         tile, j = after(tile, j, each, step)
     cute.arch.griddepcontrol_wait()
     tile, j = first, Int32(0)
-    for s in cutlass.range(ahead, unroll=1):
-        fetch_x(config, tma_x, gX, sX, full, tile, rank * each + (j + tile * TURN) % each, per_group, s)
+    for s in cutlass.range(filled, unroll=1):
+        fetch_x(config, tma_x, gX, sX, full, tile, rank * each + j, per_group, s)
         tile, j = after(tile, j, each, step)
-    for i in cutlass.range(ahead, count, unroll=1):
+    for i in cutlass.range(filled, count, unroll=1):
         s = i % config.stages
         wait(empty + s, i // config.stages % 2 ^ 1)
-        k = rank * each + (j + tile * TURN) % each
+        k = rank * each + j
         fetch_weights(config, tma_weight, gWeight, tma_up, gUp, sWeight_, full, tile, k, per_group, s)
         fetch_x(config, tma_x, gX, sX, full, tile, k, per_group, s)
         tile, j = after(tile, j, each, step)
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
-    for row in cutlass.range(block + blocks * cute.arch.lane_idx(), rows_ahead, blocks * WARP, unroll=1):
-        prefetch_bytes(mAhead[row, None].iterator, mAhead.shape[1] * 2)
 
 
 @cute.jit
@@ -86,10 +77,10 @@ def after(tile: Int32, j: Int32, each: Int32, step: Int32) -> tuple[Int32, Int32
 def fetch_weights(
     config: cutlass.Constexpr[FewRowLinearConfig],
     tma_weight: cute.CopyAtom,
-    gWeight: cute.Tensor,  # (box, N / box, K / 64, G)
+    gWeight: cute.Tensor,  # (outputs * 64, N / outputs, K / 64, G)
     tma_up: cute.CopyAtom | None,
     gUp: cute.Tensor | None,
-    sWeight: cute.Tensor,  # (box, 64 / box, depth, groups, stages)
+    sWeight: cute.Tensor,  # (outputs * 64, 64 / outputs, depth, stages)
     full: cute.Pointer,
     tile: Int32,
     k: Int32,
@@ -102,15 +93,12 @@ def fetch_weights(
     group, n = tile // per_group, tile % per_group
     for d in cutlass.range_constexpr(config.depth):
         at = k * config.depth + d
+        copies = [(tma_weight, gWeight[None, n, at, group])]
         if cutlass.const_expr(config.form == SILU_MUL):
-            half = (1, d, 0, s) if config.groups == 1 else (0, d, 1, s)
-            copies = [(tma_weight, gWeight[None, n, at, group], (0, d, 0, s))]
-            copies += [(tma_up, gUp[None, n, at, group], half)]  # type: ignore[index]
-        else:
-            tiles = range(config.groups)
-            copies = [(tma_weight, gWeight[None, n * config.groups + b, at, group], (0, d, b, s)) for b in tiles]
-        for atom, source, place in copies:
-            cute.copy(atom, source, sWeight[(None, *place)], tma_bar_ptr=full + s, cache_policy=Int64(EVICT_FIRST))
+            copies += [(tma_up, gUp[None, n, at, group])]  # type: ignore[index]
+        for half, (atom, source) in enumerate(copies):
+            target = sWeight[None, half, d, s]
+            cute.copy(atom, source, target, tma_bar_ptr=full + s, cache_policy=Int64(EVICT_FIRST))
 
 
 @cute.jit
@@ -134,9 +122,9 @@ def fetch_x(
 def multiply(
     config: cutlass.Constexpr[FewRowLinearConfig],
     mma: cute.TiledMma,
-    sWeight: cute.Tensor,  # (64, 64 * depth, groups, stages)
+    sWeight: cute.Tensor,  # (64, 64 * depth, stages)
     sX: cute.Tensor,  # (columns, 64 * depth, stages)
-    sSum: cute.Tensor,  # (rows, own columns, split), fp32
+    sSum: cute.Tensor,  # (64, own columns, split), fp32
     full: cute.Pointer,
     empty: cute.Pointer,
     sent: cute.Pointer,
@@ -145,14 +133,14 @@ def multiply(
     inner: Int32,
     walk: tuple[Int32, Int32, Int32, Int32, Int32],
 ) -> None:
-    """The warpgroups: this block's part of each tile's sum, then the tile's output with the other blocks of the cluster."""
+    """The warpgroup: this block's part of each tile's sum, then the tile's output with the other blocks of the cluster."""
     tidx, _, _ = cute.arch.thread_idx()
     first, step, tiles, per_group, rank = walk
-    group, thread, lane = cute.arch.make_warp_uniform(tidx // 128), tidx % 128, tidx % WARP
+    lane = tidx % WARP
     row, quad = tidx // WARP * 16 + lane // 4, lane % 4  # weight rows row and row + 8, columns 8 * n + 2 * quad + (0, 1)
     whole = mma.get_slice(0)
     tWeight, tX = mma.make_fragment_A(whole.partition_A(sWeight)), mma.make_fragment_B(whole.partition_B(sX))
-    acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((BLOCK, config.columns)), Float32)
+    acc = cute.make_rmem_tensor(mma.get_slice(tidx).partition_shape_C((BLOCK, config.columns)), Float32)
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, True)
     each = inner // (CHUNK * config.depth * config.split)
@@ -163,7 +151,7 @@ def multiply(
             wait(full + s, phase)
             warpgroup.fence()
             for d in cutlass.range_constexpr(cute.size(tX.shape[2])):
-                cute.gemm(atom, acc, tWeight[None, None, d, group, s], tX[None, None, d, s], acc)
+                cute.gemm(atom, acc, tWeight[None, None, d, s], tX[None, None, d, s], acc)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             cute.arch.sync_warp()
@@ -194,7 +182,7 @@ def send(
     tidx, _, _ = cute.arch.thread_idx()
     if cutlass.const_expr(config.split > 1):
         if tidx == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(sent, config.rows * config.columns * 4)
+            cute.arch.mbarrier_arrive_and_expect_tx(sent, BLOCK * config.columns * 4)
         wait(taken, turn % 2 ^ 1)  # every block of the cluster has read what it was sent for the tile before
     for n in cutlass.range_constexpr(config.columns // 8):
         for e in cutlass.range_constexpr(2):
@@ -208,7 +196,7 @@ def send(
                 else:
                     sSum[row + 8 * h, column, 0] = value
     if cutlass.const_expr(config.split == 1):
-        cute.arch.barrier(barrier_id=SUMS_READY, number_of_threads=128 * config.groups)
+        cute.arch.barrier(barrier_id=SUMS_READY, number_of_threads=READERS)
 
 
 @cute.jit
@@ -229,9 +217,9 @@ def finish(
     if cutlass.const_expr(config.split > 1):
         wait(sent, turn % 2)
     vectors = config.outputs // VECTOR
-    units, threads = vectors * config.own_columns, 128 * config.groups
+    units = vectors * config.own_columns
     rOut = cute.make_rmem_tensor((VECTOR,), mOut.element_type)
-    for begin in cutlass.range_constexpr(0, units, threads):
+    for begin in cutlass.range_constexpr(0, units, READERS):
         unit = begin + tidx
         vector, column = unit % vectors, unit // vectors
         request, n = rank * config.own_columns + column, tile % per_group * config.outputs + vector * VECTOR
@@ -251,7 +239,7 @@ def finish(
         if tidx % WARP < config.split and not is_last:
             cute.arch.mbarrier_arrive(taken, tidx % WARP)
     else:
-        cute.arch.barrier(barrier_id=SUMS_FREE, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=SUMS_FREE, number_of_threads=READERS)
 
 
 @cute.jit

@@ -141,11 +141,7 @@ def test_control_the_comparison_sees_gate_and_up_swapped() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- how work is cut
-CONFIGS = [
-    FewRowLinearConfig(columns, split, depth, "bfloat16", form)
-    for columns, split, depth, form in every(COLUMNS, SPLITS, (1, 2), FORMS)
-    if columns < 32 or depth == 1
-]
+CONFIGS = [FewRowLinearConfig(*key[:3], "bfloat16", key[3]) for key in every(COLUMNS, SPLITS, (1, 2), FORMS)]
 
 
 def test_two_blocks_fit_a_multiprocessor_with_a_ring_worth_its_name() -> None:
@@ -154,15 +150,15 @@ def test_two_blocks_fit_a_multiprocessor_with_a_ring_worth_its_name() -> None:
     for config in CONFIGS:
         ring = config.stages * (config.weight_bytes + config.x_bytes)
         block = 1024 + 1024 + ring + 4 * config.partial_floats + 1024  # reserved, header, sums, alignment
-        assert 2 * block <= whole and config.stages >= 3, config
-        assert config.stages * config.weight_bytes >= 48 * 1024, config
+        assert 2 * block <= whole and config.stages >= 5, config
+        assert config.stages * config.weight_bytes >= 80 * 1024, config
         assert config.own_columns * config.split == config.columns
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 114, 78, 1])
 def test_every_tile_has_a_cluster_and_every_part_of_k_the_same_size(multiprocessors: int) -> None:
     products = [*K3.values(), Product(8, 64), Product(72, 192), Product(1000, 640, 3), Product(40, 128, form=SILU_MUL)]
-    for rows, product in every((1, 8, 9, 33, 64), products):
+    for rows, product in every((1, 8, 9, 16), products):
         config = config_for(rows, product, "bfloat16", multiprocessors)
         assert config.reason() is None and product.inner % (64 * config.split * config.depth) == 0
         clusters = num_clusters(config, product, multiprocessors)
@@ -184,8 +180,8 @@ def test_the_busiest_block_reads_little_more_than_its_share(name: str) -> None:
 def test_the_split_does_not_depend_on_the_rows() -> None:
     """Fails where a row is summed in another order in other company."""
     for product in K3.values():
-        assert len({config_for(rows, product, "bfloat16", H200).split for rows in range(1, 65)}) == 1
-    assert [columns_for(rows) for rows in (1, 8, 9, 16, 17, 32, 33, 64)] == [8, 8, 16, 16, 32, 32, 64, 64]
+        assert len({config_for(rows, product, "bfloat16", H200).split for rows in range(1, 17)}) == 1
+    assert [columns_for(rows) for rows in (1, 8, 9, 16)] == [8, 8, 16, 16]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +224,7 @@ def test_leading_dims_and_heads_reach_the_kernel_as_they_lie(launched: Seen) -> 
     q, out = torch.zeros(2, 3, 4, 192, dtype=BF16), torch.zeros(2, 3, 4, 576, dtype=BF16)
     stored = torch.zeros(4, 256, 512, dtype=BF16)
     few_row_linear(q[..., :128], stored[:, :128].mT, out[..., :512])
-    [(config, (x, weight, up, result, _, _, clusters))] = launched
+    [(config, (x, weight, up, result, clusters))] = launched
     assert (config.columns, config.transposed, config.split, up, clusters) == (8, True, 2, None, 32)
     assert x.shape == (6, 4, 128) and x.stride() == (768, 192, 1) and x.data_ptr() == q.data_ptr()
     assert weight.shape == (4, 512, 128) and weight.stride() == (256 * 512, 1, 512)
@@ -237,7 +233,7 @@ def test_leading_dims_and_heads_reach_the_kernel_as_they_lie(launched: Seen) -> 
     assert found.shape == (2, 3, 4, 128) and launched[-1][0].transposed is False
 
 
-@pytest.mark.parametrize("rows", [0, 1, 9, 64])
+@pytest.mark.parametrize("rows", [0, 1, 9, 16])
 def test_an_empty_call_launches_nothing_and_others_once(launched: Seen, rows: int) -> None:
     case = make(rows, Product(24, 64, form=SILU_MUL))
     assert few_row_silu_mul(**case).shape == (rows, 24) and len(launched) == (rows > 0)
@@ -283,7 +279,7 @@ def test_a_legal_call_that_no_kernel_covers_says_why(launched: Seen, monkeypatch
     """Fails where the reason and the call disagree."""
     weight = torch.zeros(24, 128, dtype=BF16)
     calls = {
-        "at most 64 rows, it has 65": (torch.zeros(65, 128, dtype=BF16), weight),
+        "at most 16 rows, it has 17": (torch.zeros(17, 128, dtype=BF16), weight),
         "dtype must be": (torch.zeros(5, 128), weight.float()),
         "K must be a multiple of 64 and N of 8, they are 96 and 24": (torch.zeros(5, 96, dtype=BF16), weight[:, :96]),
         "they are 128 and 20": (torch.zeros(5, 128, dtype=BF16), weight[:20]),
@@ -331,7 +327,7 @@ def on_device(rows: int, product: Product, dtype: torch.dtype = BF16, seed: int 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 13, 32, 64])
+@pytest.mark.parametrize("rows", [1, 8, 13, 16])
 @pytest.mark.parametrize("name", K3)
 def test_every_product_of_k3(name: str, rows: int) -> None:
     product = K3[name] if name != "head" else Product(32768, 7168)  # fp64 takes four times the memory
@@ -343,7 +339,7 @@ def test_every_product_of_k3(name: str, rows: int) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_split_and_tail(split: int, dtype: torch.dtype) -> None:
     """Fails where the end of N, K or the rows is missed, or a ring or a cluster loses its place after a turn."""
-    for rows, outputs, chunks, form in every((1, 7, 16, 17, 33, 64), (8, 72, 1000), (1, 2, 3, 7, 20), FORMS):
+    for rows, outputs, chunks, form in every((1, 7, 9, 16), (8, 72, 1000), (1, 2, 3, 7, 20), FORMS):
         case = on_device(rows, Product(outputs, 64 * split * chunks, form=form), dtype, seed=rows)
         assert complaint(case, partial(of(case), split=split)) is None, (rows, outputs, chunks, form)
 
@@ -352,14 +348,14 @@ def test_every_split_and_tail(split: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("transposed", [False, True], ids=["along-k", "along-n"])
 @pytest.mark.parametrize("groups", [1, 3, 64])
 def test_groups(groups: int, transposed: bool) -> None:
-    for rows, outputs, inner in every((1, 8, 20, 64), (8, 72, 520), (64, 192, 512)):
+    for rows, outputs, inner in every((1, 8, 13, 16), (8, 72, 520), (64, 192, 512)):
         case = on_device(rows, Product(outputs, inner, groups, transposed=transposed), grouped=True)
         assert complaint(case) is None, (rows, outputs, inner)
 
 
 @pytest.mark.gpu
 def test_what_is_beside_the_output_is_not_touched() -> None:
-    for product, rows in every((Product(72, 512), Product(72, 128, 3, transposed=True)), (1, 8, 13, 64)):
+    for product, rows in every((Product(72, 512), Product(72, 128, 3, transposed=True)), (1, 8, 13, 16)):
         case = on_device(rows, product)
         x, weight = case.values()
         wide = torch.full((rows + 1, *x.shape[1:-1], 88), torch.nan, dtype=BF16, device=DEVICE)
@@ -372,10 +368,10 @@ def test_what_is_beside_the_output_is_not_touched() -> None:
 def test_a_row_is_the_same_in_any_company() -> None:
     """Fails where a sum's order depends on how many rows there are."""
     for product in (K3["q_a"], K3["down"], K3["absorb"], Product(520, 1024, form=SILU_MUL)):
-        case = on_device(64, product)
+        case = on_device(16, product)
         ours = of(case)
         all_rows = ours(**case)
-        for first, last in ((0, 1), (3, 11), (8, 24), (20, 52), (63, 64)):
+        for first, last in ((0, 1), (3, 11), (2, 15), (15, 16)):
             assert torch.equal(ours(**{**case, "x": case["x"][first:last]}), all_rows[first:last]), (product, first)
         assert all(torch.equal(ours(**case), all_rows) for _ in range(5))
 
@@ -429,7 +425,7 @@ def test_activations_written_just_before_and_overwritten_just_after() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("rows", [8, 16])
 def test_a_chain_of_dependent_launches_is_the_same_as_one_at_a_time(rows: int) -> None:
     """Fails where a launch reads what one before it has not written yet, or overwrites what one before it still reads."""
     hidden, wide = 1024, 4096

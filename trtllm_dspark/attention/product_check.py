@@ -13,7 +13,7 @@ from trtllm_dspark.attention.operations import DraftShape, Operations
 from trtllm_dspark.attention.products import multiplied
 from trtllm_dspark.config import DraftConfig
 
-ROWS = (16, 32, 64)  # of the first product of each form, beside a block's: a kernel pads to these
+ROWS = (16, 64)  # of the first product of each form, beside a block's: most that a kernel takes, and more
 MAX_WEIGHTS = 1 << 24  # of a product: larger ones are checked with fewer outputs
 
 
