@@ -5,6 +5,10 @@
 A block takes a row and keeps it in registers between the two passes. Rounds where the twin does: the sum, the normalised
 values, and their product with the weight. Moves T * N * itemsize * 4 bytes, 2 without a residual; the twin is
 `cute_kernels.reference.add_rms_norm`.
+
+From sm_90 on a launch is a dependent one: it starts while the kernel before it ends, and lets the next one start at once, so
+that a linear layer behind it can fetch its weights meanwhile. Every thread waits for the kernel before it reads or writes
+global memory. The other kernels of a step do the same, so that the end of one means the end of all before it.
 """
 
 from collections.abc import Callable
@@ -14,6 +18,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arch import is_dependent_launch
 from cute_kernels.cache import compiled
 from cute_kernels.errors import KernelError, UnsupportedKernelError
 from cute_kernels.support import arch_name, check_rows, check_tensor, device_reason, smem_allocator, toolkit_reason
@@ -62,7 +67,8 @@ def kernel_class() -> type:
     from cutlass import Float32, cute
 
     class AddRMSNorm:
-        def __init__(self, config: AddRMSNormConfig) -> None:
+        def __init__(self, config: AddRMSNormConfig, is_dependent: bool) -> None:
+            self.is_dependent = is_dependent
             self.config = config
             self.dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
             self.vectors = config.size // VECTOR
@@ -80,7 +86,7 @@ def kernel_class() -> type:
             stream: Any,
         ) -> None:
             self.kernel(mX, mResidual, mWeight, mOut, mTotal, eps).launch(
-                grid=[mX.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream
+                grid=[mX.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.is_dependent
             )
 
         @cute.kernel
@@ -93,6 +99,9 @@ def kernel_class() -> type:
             mTotal: cute.Tensor | None,
             eps: Float32,
         ) -> None:
+            if cutlass.const_expr(self.is_dependent):
+                cute.arch.griddepcontrol_launch_dependents()
+                cute.arch.griddepcontrol_wait()
             tidx, _, _ = cute.arch.thread_idx()
             row, _, _ = cute.arch.block_idx()
             gX = cute.tiled_divide(mX[row, None], (VECTOR,))  # (8, N / 8)
@@ -160,7 +169,7 @@ def compile_for(config: AddRMSNormConfig, arch: str, options: str = "") -> Any:
         return make_fake_tensor(dtype, (rows, config.size), stride=stride, assumed_align=16)
 
     return cute.compile(
-        kernel_class()(config),
+        kernel_class()(config, is_dependent_launch(arch)),
         matrix(),
         matrix() if config.residual else None,
         make_fake_tensor(dtype, (config.size,), stride=(1,), assumed_align=16),

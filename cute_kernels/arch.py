@@ -48,3 +48,8 @@ def arch_of(capability: tuple[int, int]) -> Arch:
     raise UnsupportedKernelError(
         f"cute_kernels: a device of {known} is required, this one is sm_{capability[0]}{capability[1]}. Use plain torch."
     )
+
+
+def is_dependent_launch(arch: str) -> bool:
+    """Whether a launch may start while the kernel before it ends (programmatic dependent launch): from sm_90 on."""
+    return ARCHES[arch].capability >= (9, 0)

@@ -4,6 +4,8 @@
 
 One warp a row, eight rows a block, 16 bytes a load. Moves 2 * T * L * W * itemsize bytes; the twin is
 `cute_kernels.reference.context_append`.
+
+From sm_90 on the launch is a dependent one, as `add_rms_norm` says: it waits before it reads or writes global memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arch import is_dependent_launch
 from cute_kernels.cache import compiled
 from cute_kernels.errors import KernelError, UnsupportedKernelError
 from cute_kernels.support import arch_name, check_rows, check_tensor, device_reason, toolkit_reason
@@ -56,7 +59,8 @@ def kernel_class() -> type:
     from cutlass import Float32, Int64, cute
 
     class ContextAppend:
-        def __init__(self, config: ContextAppendConfig) -> None:
+        def __init__(self, config: ContextAppendConfig, is_dependent: bool) -> None:
+            self.is_dependent = is_dependent
             self.config = config
             self.dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
             self.vectors = config.latent // VECTOR
@@ -75,7 +79,10 @@ def kernel_class() -> type:
             stream: Any,
         ) -> None:
             self.kernel(mZ, mWeight, mCos, mSin, mSlot, mPool, eps).launch(
-                grid=[(mZ.shape[0] + ROWS - 1) // ROWS, mZ.shape[1], 1], block=[ROWS * WARP, 1, 1], stream=stream
+                grid=[(mZ.shape[0] + ROWS - 1) // ROWS, mZ.shape[1], 1],
+                block=[ROWS * WARP, 1, 1],
+                stream=stream,
+                use_pdl=self.is_dependent,
             )
 
         @cute.kernel
@@ -89,6 +96,9 @@ def kernel_class() -> type:
             mPool: cute.Tensor,
             eps: Float32,
         ) -> None:
+            if cutlass.const_expr(self.is_dependent):
+                cute.arch.griddepcontrol_launch_dependents()
+                cute.arch.griddepcontrol_wait()
             tidx, _, _ = cute.arch.thread_idx()
             block, layer, _ = cute.arch.block_idx()
             lane, token = tidx % WARP, block * ROWS + tidx // WARP
@@ -155,7 +165,7 @@ def compile_for(config: ContextAppendConfig, arch: str, options: str = "") -> An
 
     half = config.rotary // 2
     return cute.compile(
-        kernel_class()(config),
+        kernel_class()(config, is_dependent_launch(arch)),
         make_fake_tensor(dtype, (tokens, layers, width), stride=(stride(), stride(), 1), assumed_align=16),
         make_fake_tensor(dtype, (layers, config.latent), stride=(stride(), 1), assumed_align=16),
         make_fake_tensor(Float32, (tokens, half), stride=(stride(VECTOR // 2), 1), assumed_align=16),

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cute_kernels import add_rms_norm, cache, context_append, markov_chain, query_rope
+from cute_kernels import add_rms_norm, cache, context_append, few_row_linear, markov_chain, query_rope
 from cute_kernels.arch import ARCHES
 from cute_kernels.block_attention import combine, plan, portable, sm90
 from cute_kernels.block_attention.config import NAME as BLOCK_ATTENTION
 from cute_kernels.block_attention.config import SCHEDULES, SM90, BlockAttentionConfig, pick_schedule
 from cute_kernels.errors import KernelError
+from cute_kernels.few_row_linear.config import COLUMNS, HOPPER_MULTIPROCESSORS, Product
 from cute_kernels.processes import in_processes
 from cute_kernels.support import toolkit_reason
 
@@ -23,13 +24,14 @@ class Deployment:
 
     Attributes:
         latent: c. rotary: r. norms: (width, whether a residual is added) of every norm but the latents' own.
-        page_sizes: P, each that may be served. dtype: bfloat16 or float16.
+        products: what few rows are multiplied by. page_sizes: P, each that may be served. dtype: bfloat16 or float16.
         markov_rank: R, 0 for none. base: dtypes of the logits that the chain may be given.
     """
 
     latent: int
     rotary: int
     norms: tuple[tuple[int, bool], ...]
+    products: tuple[Product, ...]
     page_sizes: tuple[int, ...]
     dtype: str
     markov_rank: int
@@ -59,6 +61,15 @@ def tasks(deployment: Deployment, arch: str) -> list[Task]:
     for size, residual in deployment.norms:
         norm = add_rms_norm.AddRMSNormConfig(size, dtype, residual)
         found.append(Task(add_rms_norm.NAME, norm, add_rms_norm.compile_for))
+    if arch == few_row_linear.ARCH:
+        linears = (
+            few_row_linear.config_for(columns, product, dtype, multiprocessors)
+            for product in deployment.products
+            if product.reason() is None
+            for multiprocessors in HOPPER_MULTIPROCESSORS
+            for columns in COLUMNS
+        )
+        found += [Task(few_row_linear.NAME, linear, few_row_linear.compile_for) for linear in dict.fromkeys(linears)]
     attentions = [BlockAttentionConfig(c, r, page_size, dtype) for page_size in deployment.page_sizes]
     for schedule in sorted({pick_schedule(attention, arch) for attention in attentions}):
         found.append(Task(plan.PLAN, SCHEDULES[schedule], plan.compile_for))

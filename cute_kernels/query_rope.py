@@ -4,6 +4,8 @@
 
 A thread rotates 16 bytes; a block takes one row of a request. Moves B * S * (2 * H * r * itemsize + 4 * r) bytes; the twin
 is `cute_kernels.reference.query_rope`.
+
+From sm_90 on the launch is a dependent one, as `add_rms_norm` says: it waits before it reads or writes global memory.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arch import is_dependent_launch
 from cute_kernels.cache import compiled
 from cute_kernels.errors import KernelError, UnsupportedKernelError
 from cute_kernels.support import arch_name, check_rows, check_tensor, device_reason, toolkit_reason
@@ -48,7 +51,8 @@ def kernel_class() -> type:
     from cutlass import Float32, cute
 
     class QueryRope:
-        def __init__(self, config: QueryRopeConfig) -> None:
+        def __init__(self, config: QueryRopeConfig, is_dependent: bool) -> None:
+            self.is_dependent = is_dependent
             self.dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
             self.vectors = config.rotary // VECTOR  # of a head
 
@@ -63,11 +67,14 @@ def kernel_class() -> type:
         ) -> None:
             blocks = (mIn.shape[2] * self.vectors + THREADS - 1) // THREADS
             self.kernel(mIn, mCos, mSin, mOut).launch(
-                grid=[mIn.shape[0], mIn.shape[1], blocks], block=[THREADS, 1, 1], stream=stream
+                grid=[mIn.shape[0], mIn.shape[1], blocks], block=[THREADS, 1, 1], stream=stream, use_pdl=self.is_dependent
             )
 
         @cute.kernel
         def kernel(self, mIn: cute.Tensor, mCos: cute.Tensor, mSin: cute.Tensor, mOut: cute.Tensor) -> None:
+            if cutlass.const_expr(self.is_dependent):
+                cute.arch.griddepcontrol_launch_dependents()
+                cute.arch.griddepcontrol_wait()
             tidx, _, _ = cute.arch.thread_idx()
             request, row, block = cute.arch.block_idx()
             index = block * THREADS + tidx
@@ -110,7 +117,7 @@ def compile_for(config: QueryRopeConfig, arch: str, options: str = "") -> Any:
         return make_fake_tensor(dtype, shape, stride=stride, assumed_align=16)
 
     return cute.compile(
-        kernel_class()(config),
+        kernel_class()(config, is_dependent_launch(arch)),
         strided(dtype, (batch, rows, heads, config.rotary), VECTOR),
         strided(Float32, (batch, rows, half), VECTOR // 2),
         strided(Float32, (batch, rows, half), VECTOR // 2),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import context_append, markov_chain, query_rope, support
+from cute_kernels import context_append, few_row_linear, markov_chain, query_rope, support
 from cute_kernels.block_attention import BlockAttentionWorkspace, block_attention, launch, plan_block_attention, workspace
-from trtllm_dspark.attention import self_check
+from trtllm_dspark.attention import cutedsl, self_check
 from trtllm_dspark.attention.operations import DraftShape
 from trtllm_dspark.config import DraftConfig
 
@@ -37,7 +37,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     def compiled(kernel: str, settings: Any, arch: str, build: Callable[[], Any]) -> Callable[..., None]:
         return lambda *operands: seen.append(Launch(kernel, settings, operands))
 
-    modules = (context_append, markov_chain, query_rope, launch, workspace)
+    modules = (context_append, few_row_linear, markov_chain, query_rope, launch, workspace)
     for module in modules:
         monkeypatch.setattr(module, "compiled", compiled)
     for module in (*modules, support):
@@ -77,6 +77,16 @@ def rope_case(draft: DraftConfig, shape: DraftShape, batch: int, device: torch.d
     return {"rotary": out[..., c:].clone(), "cos": angles, "sin": angles, "out": out}
 
 
+def linear_case(draft: DraftConfig, shape: DraftShape, batch: int, device: torch.device = CPU) -> dict[str, Any]:
+    """Arguments of `few_row_linear`, all zero: the product that absorbs the keys, into a part of the queries' buffer."""
+    c, nope, heads = draft.kv_lora_rank, draft.qk_nope_head_dim, shape.heads
+    assert c is not None and nope is not None
+    out = torch.zeros(batch, shape.block_rows, heads, draft.latent_width, dtype=shape.dtype, device=device)
+    x = torch.zeros(batch, shape.block_rows, heads, draft.qk_head_dim, dtype=shape.dtype, device=device)
+    weight = torch.zeros(heads, nope, c, dtype=shape.dtype, device=device)
+    return {"x": x[..., :nope], "weight": weight.mT, "out": out[..., :c]}
+
+
 def chain_case(draft: DraftConfig, shape: DraftShape, batch: int, device: torch.device = CPU) -> dict[str, Any]:
     """Arguments of `markov_chain`, all zero."""
     table = torch.zeros(draft.vocab_size, draft.markov_rank, dtype=shape.dtype, device=device)
@@ -90,7 +100,7 @@ def chain_case(draft: DraftConfig, shape: DraftShape, batch: int, device: torch.
 
 
 def call_all(draft: DraftConfig, shape: DraftShape, lengths: list[int]) -> None:
-    """Every kernel of a draft step, each by its public function. Raises what they raise."""
+    """Every kernel of a draft step, each by its public function; products as CUTEDSL gives them. Raises what they raise."""
     case, rows = attention_case(draft, shape, lengths), shape.block_rows
     plan = BlockAttentionWorkspace.allocate(
         max_batch=len(lengths),
@@ -105,4 +115,5 @@ def call_all(draft: DraftConfig, shape: DraftShape, lengths: list[int]) -> None:
     block_attention(**case, plan=plan)
     context_append.context_append(**append_case(draft, shape, 3 * len(lengths)))
     query_rope.query_rope(**rope_case(draft, shape, len(lengths)))
+    cutedsl.operations().linear(**linear_case(draft, shape, len(lengths)))
     markov_chain.markov_chain(**chain_case(draft, shape, len(lengths)))

@@ -14,11 +14,12 @@ from trtllm_dspark.context.draft_context import ContextView
 from trtllm_dspark.context.pages import NOT_WRITTEN
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.model.heads import greedy_chain
-from trtllm_dspark.model.layers import with_company
+from trtllm_dspark.model.layers import linear, with_company
 from trtllm_dspark.model.mla import MLADSparkForCausalLM
 
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""[..., D] -> [..., V], the target's output head."""
+Head = Callable[[torch.Tensor], torch.Tensor] | torch.Tensor
+"""The target's output head, [..., D] -> [..., V]. Or its weight [V, D], a constant, where it is nothing but a product in the
+draft's dtype: then the draft's backend multiplies."""
 
 
 @dataclass
@@ -100,7 +101,7 @@ def draft_block(
         view: pages, tables and readable ranges. anchors: [B], int64. positions: [B], int64, absolute, of the anchors.
         num_drafts: K. rows: S, see `block_width`. keep_logits: also return the biased logits.
     """
-    config, first = model.config, model.config.first_draft_row
+    config, first, operations = model.config, model.config.first_draft_row, model.backend.operations
     ids = torch.full((anchors.shape[0], rows), config.mask_token_id, device=anchors.device)
     ids[:, 0] = anchors
     at = positions.unsqueeze(1) + torch.arange(rows, device=anchors.device)
@@ -109,10 +110,10 @@ def draft_block(
     drafting = hidden[:, first : first + num_drafts].contiguous()
     drafts = greedy_chain(
         model.markov_head,
-        with_company(lm_head, drafting),
+        linear(drafting, lm_head, operations.linear) if isinstance(lm_head, torch.Tensor) else with_company(lm_head, drafting),
         anchors,
         keep_logits=keep_logits,
-        kernel=model.backend.operations.markov_chain,
+        kernel=operations.markov_chain,
     )
     confidence = None
     if model.confidence_head is not None:

@@ -11,7 +11,7 @@ the kernel behind may then take the end of this one for the end of all before it
 from dataclasses import dataclass
 from typing import Any
 
-from cute_kernels.block_attention.config import is_dependent_launch
+from cute_kernels.arch import is_dependent_launch
 
 COMBINE = "block_attention_combine"
 WARP = 32

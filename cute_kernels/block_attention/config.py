@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from cute_kernels.arch import ARCHES
-
 NAME = "block_attention"
 BLOCK_M = 32  # packed rows (block row, head) of a tile
 BLOCK_N = 32  # tokens of a tile
@@ -102,11 +100,6 @@ class BlockAttentionConfig:
 def pick_schedule(config: BlockAttentionConfig, arch: str) -> str:
     """Name of the fastest schedule that takes a configuration on a compile target."""
     return SM90.name if config.sm90_reason(arch) is None else PORTABLE.name
-
-
-def is_dependent_launch(arch: str) -> bool:
-    """Whether a launch may start while the kernel before it ends (programmatic dependent launch): from sm_90 on."""
-    return ARCHES[arch].capability >= (9, 0)
 
 
 def shape_reason(block_rows: int, heads: int) -> str | None:

@@ -10,7 +10,8 @@ the layers of the step before may still read the list.
 
 from typing import Any
 
-from cute_kernels.block_attention.config import Schedule, is_dependent_launch
+from cute_kernels.arch import is_dependent_launch
+from cute_kernels.block_attention.config import Schedule
 from cute_kernels.support import smem_allocator
 
 PLAN = "block_attention_plan"

@@ -119,3 +119,13 @@ def test_a_refused_draft_leaves_the_targets_taps(tmp_path, pair):
     before = pair.target.target_layer_ids
     refused(DSparkError, write_random_draft(tmp_path), pair.target)
     assert pair.target.target_layer_ids == before
+
+
+def test_a_plain_head_is_given_as_its_weight_and_any_other_as_it_is():
+    """Fails where a bias or a cast of the target's head is lost in a draft step."""
+    target = random_target("llama")
+    head = target.model.get_output_embeddings()
+    assert target.output_head(torch.float32).data_ptr() == head.weight.data_ptr()
+    assert target.output_head(torch.bfloat16) == target.lm_head
+    target.model.set_output_embeddings(torch.nn.Linear(head.in_features, head.out_features))
+    assert target.output_head(torch.float32) == target.lm_head

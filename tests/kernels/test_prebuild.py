@@ -9,13 +9,16 @@ import torch
 
 from cute_kernels import cache, prebuild
 from cute_kernels.errors import KernelError
+from cute_kernels.few_row_linear import Product, few_row_linear, few_row_silu_mul
+from cute_kernels.few_row_linear.config import COLUMNS, SILU_MUL
 from cute_kernels.prebuild import Deployment, build, tasks
 from trtllm_dspark import cli
 
 pytest.importorskip("cutlass")
 
-SMALL = Deployment(64, 16, ((128, False), (256, False), (256, True)), (16,), "bfloat16", 32, ("bfloat16",))
-COUNT = 11
+PRODUCTS = (Product(64, 512), Product(64, 64, form=SILU_MUL), Product(64, 64, 3, transposed=True), Product(60, 64))
+SMALL = Deployment(64, 16, ((128, False), (256, False), (256, True)), PRODUCTS, (16,), "bfloat16", 32, ("bfloat16",))
+COUNT = 17
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,7 @@ def test_every_kernel_is_loaded_and_none_compiled(folder: Path, monkeypatch: pyt
 
 def test_the_tasks_are_what_launches_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where a launch asks for a kernel or settings that the list does not hold."""
+    import cute_kernels.few_row_linear as linear
     from cute_kernels import add_rms_norm, context_append, markov_chain, query_rope
     from cute_kernels.block_attention import launch, workspace
 
@@ -62,7 +66,7 @@ def test_the_tasks_are_what_launches_look_up(monkeypatch: pytest.MonkeyPatch) ->
         asked.append((kernel, config))
         return lambda *arguments: None
 
-    for module in (add_rms_norm, context_append, markov_chain, query_rope, launch, workspace):
+    for module in (add_rms_norm, context_append, linear, markov_chain, query_rope, launch, workspace):
         monkeypatch.setattr(module, "compiled", compiled)
         monkeypatch.setattr(module, "arch_name", lambda device: "sm_90a")
         monkeypatch.setattr(module, "device_reason", lambda device: None)
@@ -90,6 +94,11 @@ def test_the_tasks_are_what_launches_look_up(monkeypatch: pytest.MonkeyPatch) ->
     for size, residual in ((256, True), (256, False), (128, False)):
         x = torch.zeros(4, size, dtype=bf16)
         add_rms_norm.add_rms_norm(x, x[0], 1e-5, x if residual else None)
+    for rows in COLUMNS:
+        weight, x = torch.zeros(3, 64, 512, dtype=bf16), torch.zeros(rows, 3, 512, dtype=bf16)
+        few_row_linear(x[:, 0], weight[0])
+        few_row_linear(x[..., :64], weight[..., :64].mT)
+        few_row_silu_mul(x[:, 0, :64], weight[0, :, :64], weight[1, :, :64])
     listed = {(task.kernel, task.config) for task in tasks(SMALL, "sm_90a")}
     assert len(asked) >= COUNT and set(asked) == listed
 
@@ -129,16 +138,17 @@ def test_bad_input_is_one_line(options: list[str], words: str, tmp_path: Path, c
 
 def test_hopper_gets_its_own_schedule_where_that_takes_the_draft() -> None:
     """Fails where a part loads kernels that its launches do not look up, or compiles at the first step."""
-    k3 = Deployment(512, 64, ((7168, True),), (16, 64), "bfloat16", 0, ())
+    k3 = Deployment(512, 64, ((7168, True),), (Product(1536, 7168),), (16, 64), "bfloat16", 0, ())
     named = {arch: [task.kernel for task in tasks(k3, arch)] for arch in ("sm_90a", "sm_80")}
     assert named["sm_90a"].count("block_attention_sm90") == named["sm_90a"].count("block_attention") == 1
+    assert named["sm_90a"].count("few_row_linear") >= len(COLUMNS) and "few_row_linear" not in named["sm_80"]
     assert named["sm_80"].count("block_attention") == 2 and "block_attention_sm90" not in named["sm_80"]
     assert named["sm_90a"].count("block_attention_plan") == 2 and named["sm_80"].count("block_attention_plan") == 1
 
 
 def test_a_schedule_of_one_architecture_is_built_for_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Fails where the Hopper schedule of the Markov chain is forgotten, or compiled for another part."""
-    deployment, built = replace(SMALL, markov_rank=256), []
+    deployment, built = replace(SMALL, products=(), markov_rank=256), []
     monkeypatch.setattr(prebuild, "_build_one", lambda item: built.append((item[0].config, item[1])))
     build(deployment, ["sm_90a", "sm_100a"], tmp_path, jobs=1)
     chains = [(config.groups, arch) for config, arch in built if getattr(config, "schedule", None) == "sm90"]

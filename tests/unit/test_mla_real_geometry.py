@@ -79,8 +79,8 @@ def test_the_scale_is_that_of_the_192_wide_head() -> None:
 @pytest.mark.parametrize("lead", [(3,), (2, 5), (0, 7), (1, 1)])
 def test_a_row_is_projected_alike_in_any_company(lead: tuple[int, ...]) -> None:
     """On a CPU rows are padded to whole groups, elsewhere they are not: the same shapes and values, also of nothing."""
-    weight, x = torch.randn(4, 6, 8, dtype=torch.float64), torch.randn(*lead, 4, 6, dtype=torch.float64)
-    expected = torch.einsum("...hi,hio->...ho", x, weight)
+    weight, x = torch.randn(4, 8, 6, dtype=torch.float64), torch.randn(*lead, 4, 6, dtype=torch.float64)
+    expected = torch.einsum("...hi,hoi->...ho", x, weight)
     assert per_head(x, weight).shape == expected.shape
     torch.testing.assert_close(per_head(x, weight), expected)
     unpadded = per_head(x.to("meta"), weight.to("meta"))  # the path of every device but the CPU

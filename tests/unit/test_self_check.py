@@ -11,6 +11,7 @@ import torch
 
 from cute_kernels.reference.add_rms_norm import add_rms_norm
 from cute_kernels.reference.context_append import context_append, finish_latents
+from cute_kernels.reference.few_row_linear import few_row_linear, few_row_silu_mul
 from cute_kernels.reference.markov_chain import markov_chain
 from cute_kernels.reference.query_rope import query_rope
 from trtllm_dspark.attention import policy, self_check, vanilla
@@ -32,7 +33,7 @@ def shape(dtype: torch.dtype = torch.bfloat16, page_size: int = 16) -> DraftShap
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_plain_torch_passes(dtype: torch.dtype, page_size: int) -> None:
     outcome = self_check.self_check(RIGHT, CONFIG, shape(dtype, page_size), CPU)
-    assert outcome.reason() is None and len(outcome.findings) == 6
+    assert outcome.reason() is None and len(outcome.findings) == 8
     assert all(0 <= finding.error <= finding.allowed < 0.1 for finding in outcome.findings)
 
 
@@ -85,6 +86,30 @@ def codes_forgotten(base, anchors, w1, w2, codes):  # type: ignore[no-untyped-de
     return markov_chain(base, anchors, w1, w2)
 
 
+def end_of_k_missed(x, weight, out=None):  # type: ignore[no-untyped-def]
+    return few_row_linear(x[..., :-8], weight[..., :-8], out)
+
+
+def heads_shifted(x, weight, out=None):  # type: ignore[no-untyped-def]
+    return few_row_linear(x, weight.roll(1, 0) if weight.ndim == 3 else weight, out)
+
+
+def written_beside(x, weight, out=None):  # type: ignore[no-untyped-def]
+    if out is not None:
+        torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).zero_()
+    return few_row_linear(x, weight, out)
+
+
+def more_rows_than_sixteen_lost(x, weight, out=None):  # type: ignore[no-untyped-def]
+    found = few_row_linear(x, weight, out)
+    found[16:] = 0
+    return found
+
+
+def gate_for_up(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return few_row_silu_mul(x, up, gate)
+
+
 FAULTS = {
     "causal": ("block_attention", causal),
     "window-ignored": ("block_attention", no_window),
@@ -95,6 +120,11 @@ FAULTS = {
     "block-at-one-position": ("finish_latents", one_angle_for_all),
     "residual-forgotten": ("add_rms_norm", residual_forgotten),
     "stream-lost": ("add_rms_norm", total_not_returned),
+    "end-of-k-missed": ("linear", end_of_k_missed),
+    "heads-shifted": ("linear", heads_shifted),
+    "written-beside": ("linear", written_beside),
+    "rows-lost": ("linear", more_rows_than_sixteen_lost),
+    "gate-for-up": ("silu_mul", gate_for_up),
     "codes-not-written": ("markov_chain", codes_forgotten),
     "wrong-token": ("markov_chain", next_token),
 }

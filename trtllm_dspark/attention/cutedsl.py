@@ -14,10 +14,14 @@ from cute_kernels.block_attention import (
 )
 from cute_kernels.block_attention.config import pick_schedule, shape_reason
 from cute_kernels.context_append import ContextAppendConfig, context_append
+from cute_kernels.few_row_linear import few_row_linear, few_row_silu_mul
+from cute_kernels.few_row_linear import reason as few_row_reason
 from cute_kernels.markov_chain import MarkovChainConfig, markov_chain
 from cute_kernels.prebuild import SCRATCH_PAGE
 from cute_kernels.query_rope import QueryRopeConfig, query_rope
+from cute_kernels.reference import few_row_linear as reference
 from trtllm_dspark.attention.operations import DraftShape, Operations, normalised
+from trtllm_dspark.attention.products import plain_linear
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
 
@@ -146,6 +150,16 @@ class _LatentFinisher:
         return held
 
 
+def _linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """By the kernel where it takes this product, else by torch's: many rows, other parts than Hopper, odd sizes."""
+    return plain_linear(x, weight, out) if few_row_reason(x, weight) else few_row_linear(x, weight, out)
+
+
+def _silu_mul(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """As `_linear`."""
+    return reference.few_row_silu_mul(x, gate, up) if few_row_reason(x, gate) else few_row_silu_mul(x, gate, up)
+
+
 def operations() -> Operations:
     """The kernels, with workspaces of their own: one set for each model, whose steps follow each other on one stream."""
     return Operations(
@@ -155,6 +169,8 @@ def operations() -> Operations:
         query_rope=query_rope,
         finish_latents=_LatentFinisher().finish,
         add_rms_norm=add_rms_norm,
+        linear=_linear,
+        silu_mul=_silu_mul,
         markov_chain=markov_chain,
         capturable=True,
         differentiable=False,

@@ -8,7 +8,9 @@ import torch
 
 from cute_kernels.reference.add_rms_norm import add_rms_norm
 from cute_kernels.reference.context_append import context_append, finish_latents
+from cute_kernels.reference.few_row_linear import few_row_silu_mul
 from cute_kernels.reference.query_rope import query_rope
+from trtllm_dspark.attention.products import plain_linear
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.model.parallel import SINGLE, TensorParallel
 
@@ -127,6 +129,17 @@ class AddRMSNorm(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class LinearProduct(Protocol):
+    """(x [..., in], weight [out, in], where it is written or None) -> [..., out]; or [..., H, in], [H, out, in]; see the twin.
+
+    A weight is a constant: it may be read before the work that was launched before this has ended.
+    """
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+GatedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x [..., in], gate and up [out, in]) -> silu(gate x) * up x [..., out]; see the twin. Weights as of a LinearProduct."""
 QueryRope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(rotary, cos, sin, out); see the twin."""
 
@@ -136,7 +149,7 @@ class Operations:
     """How a backend computes a draft step.
 
     Attributes:
-        block_attention, plan, context_append, query_rope, finish_latents, add_rms_norm: see their types.
+        block_attention, plan, context_append, query_rope, finish_latents, add_rms_norm, linear, silu_mul: see their types.
         markov_chain: None is `model.heads.greedy_chain`.
         capturable: whether they read nothing on the host, so that a step can be captured in a CUDA graph.
         differentiable: whether gradients flow through them.
@@ -148,6 +161,8 @@ class Operations:
     query_rope: QueryRope = query_rope
     finish_latents: FinishLatents = finish_latents
     add_rms_norm: AddRMSNorm = add_rms_norm
+    linear: LinearProduct = plain_linear
+    silu_mul: GatedProduct = few_row_silu_mul
     markov_chain: MarkovChain | None = None
     capturable: bool = False
     differentiable: bool = True

@@ -19,35 +19,18 @@ from cute_kernels.reference.block_attention import block_attention
 from cute_kernels.reference.context_append import context_append, finish_latents
 from cute_kernels.reference.markov_chain import markov_chain
 from cute_kernels.reference.query_rope import query_rope
+from trtllm_dspark.attention.finding import Finding, finding, poison, random, worst
 from trtllm_dspark.attention.operations import DraftShape, Operations, normalised
+from trtllm_dspark.attention.product_check import check_linear, check_silu_mul
 from trtllm_dspark.config import DraftConfig
 
 log = logging.getLogger(__name__)
 
 SCALE = 192**-0.5
-ALLOWANCE = 2.0  # times the error of plain torch in the same dtype
-FLOOR = 2.0  # roundings of the dtype: what an exact computation may be off by
 VOCABULARY = 1009
 STEPS = 3
 BATCHES = (5, 9, 33, 65, 129)  # of the Markov chain: a kernel takes other tiles for larger ones
 TIMED_BATCH, TIMED_CONTEXT, TIMED_RUNS = 8, 4096, 15
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One operation. error, allowed: of the worst row, relative to its size; inf where NaN stands in other places."""
-
-    operation: str
-    error: float
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        """Not so where the error is NaN."""
-        return self.error <= self.allowed
-
-    def __str__(self) -> str:
-        return f"{self.operation} is off by {self.error:.1e}, allowed is {self.allowed:.1e}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +53,15 @@ def self_check(operations: Operations, config: DraftConfig, shape: DraftShape, d
     that results are allocated from.
     """
     start = time.perf_counter()
-    checks = [_check_block_attention, _check_context_append, _check_query_rope, _check_finish_latents, _check_add_rms_norm]
+    checks = [
+        _check_block_attention,
+        _check_context_append,
+        _check_query_rope,
+        _check_finish_latents,
+        _check_add_rms_norm,
+        check_linear,
+        check_silu_mul,
+    ]
     if operations.markov_chain is not None and config.markov_rank:
         checks.append(_check_markov_chain)
     generator = torch.Generator(device).manual_seed(0)
@@ -83,12 +74,12 @@ def _check_block_attention(
     operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator
 ) -> Finding:
     case = _attention_case(config, shape, generator, _edge_lengths(shape.page_size), starts=True)
-    _poison(case["q"][..., : case["value_width"]], case["q"])
+    poison(case["q"][..., : case["value_width"]], case["q"])
     found = _run(operations, case)
     exact = block_attention(**_wider(case))
     assert isinstance(exact, torch.Tensor)
     plain = _in_own_dtype(case)
-    return _finding("block_attention", found, exact, plain)
+    return finding("block_attention", found, exact, plain)
 
 
 def _check_context_append(
@@ -96,8 +87,8 @@ def _check_context_append(
 ) -> Finding:
     c, width, layers = _latent(config), config.latent_width, config.num_layers
     tokens, pages = 2 * shape.page_size + 5, 4
-    z = _random(generator, (tokens, layers, width), shape.dtype)
-    weight = 1 + _random(generator, (layers, c), shape.dtype) / 8
+    z = random(generator, (tokens, layers, width), shape.dtype)
+    weight = 1 + random(generator, (layers, c), shape.dtype) / 8
     cos, sin = _angles(generator, (tokens, (width - c) // 2))
     slots = torch.randperm(pages * shape.page_size, generator=generator, device=generator.device)[:tokens]
     slots[::7] = -1
@@ -108,12 +99,12 @@ def _check_context_append(
     operations.context_append(z, weight, cos, sin, slots, pools[0].unbind(0), config.rms_norm_eps)
     context_append(z.double(), weight.double(), cos, sin, slots, pools[1].unbind(0), config.rms_norm_eps)
     context_append(z, weight, cos, sin, slots, pools[2].unbind(0), config.rms_norm_eps)
-    return _finding("context_append", *pools)
+    return finding("context_append", *pools)
 
 
 def _check_query_rope(operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator) -> Finding:
     c, width, batch = _latent(config), config.latent_width, 3
-    rotary = _random(generator, (batch, shape.block_rows, shape.heads, 3 * (width - c)), shape.dtype)[..., 2 * (width - c) :]
+    rotary = random(generator, (batch, shape.block_rows, shape.heads, 3 * (width - c)), shape.dtype)[..., 2 * (width - c) :]
     cos, sin = _angles(generator, (batch, shape.block_rows, (width - c) // 2))
     outs = [
         torch.full((batch, shape.block_rows, shape.heads, width), torch.nan, dtype=dtype, device=generator.device)
@@ -122,35 +113,35 @@ def _check_query_rope(operations: Operations, config: DraftConfig, shape: DraftS
     operations.query_rope(rotary, cos, sin, outs[0])
     query_rope(rotary.double(), cos, sin, outs[1])
     query_rope(rotary, cos, sin, outs[2])
-    return _finding("query_rope", *outs)
+    return finding("query_rope", *outs)
 
 
 def _check_finish_latents(
     operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator
 ) -> Finding:
     c, width, batch = _latent(config), config.latent_width, 3
-    z = _random(generator, (batch, shape.block_rows, width), shape.dtype)
-    weight = 1 + _random(generator, (c,), shape.dtype) / 8
+    z = random(generator, (batch, shape.block_rows, width), shape.dtype)
+    weight = 1 + random(generator, (c,), shape.dtype) / 8
     cos, sin = _angles(generator, (batch, shape.block_rows, (width - c) // 2))
-    _poison(z)
+    poison(z)
     found = operations.finish_latents(z, weight, cos, sin, config.rms_norm_eps)
     exact = finish_latents(z.double(), weight.double(), cos, sin, config.rms_norm_eps)
-    return _finding("finish_latents", found, exact, finish_latents(z, weight, cos, sin, config.rms_norm_eps))
+    return finding("finish_latents", found, exact, finish_latents(z, weight, cos, sin, config.rms_norm_eps))
 
 
 def _check_add_rms_norm(operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator) -> Finding:
     """With a residual and without, at every width that a step normalises; the worst of them."""
     findings = []
     for size, with_residual in normalised(config):
-        x, weight = _random(generator, (5, size), shape.dtype), 1 + _random(generator, (size,), shape.dtype) / 8
-        residual = _random(generator, (5, size), shape.dtype) if with_residual else None
+        x, weight = random(generator, (5, size), shape.dtype), 1 + random(generator, (size,), shape.dtype) / 8
+        residual = random(generator, (5, size), shape.dtype) if with_residual else None
         wide = None if residual is None else residual.double()
-        _poison(x, x)
+        poison(x, x)
         found = operations.add_rms_norm(x, weight, config.rms_norm_eps, residual)
         exact = add_rms_norm(x.double(), weight.double(), config.rms_norm_eps, wide)
         plain = add_rms_norm(x, weight, config.rms_norm_eps, residual)
-        findings += [_finding("add_rms_norm", *trio) for trio in zip(found, exact, plain, strict=True)]
-    return max(findings, key=lambda finding: finding.error / finding.allowed)
+        findings += [finding("add_rms_norm", *trio) for trio in zip(found, exact, plain, strict=True)]
+    return worst(findings)
 
 
 def _check_markov_chain(operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator) -> Finding:
@@ -205,10 +196,10 @@ def _attention_case(
         table[b, :count] = ids[taken : taken + count]
         taken += count
         at = torch.arange(first[b], length, device=device)
-        pages[table[b, at // size].long(), at % size] = _random(generator, (len(at), width), shape.dtype)
+        pages[table[b, at // size].long(), at % size] = random(generator, (len(at), width), shape.dtype)
     return {
-        "q": _random(generator, (batch, shape.block_rows, shape.heads, width), shape.dtype),
-        "block_latents": _random(generator, (batch, shape.block_rows, width), shape.dtype),
+        "q": random(generator, (batch, shape.block_rows, shape.heads, width), shape.dtype),
+        "block_latents": random(generator, (batch, shape.block_rows, width), shape.dtype),
         "pages": pages,
         "page_table": table,
         "context_len": torch.tensor(lengths, dtype=torch.int32, device=device),
@@ -238,25 +229,6 @@ def _wider(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _poison(*like: torch.Tensor) -> None:
-    """The blocks of memory that the allocator hands out next for tensors of these shapes hold NaN."""
-    held = [torch.full_like(tensor, torch.nan) for tensor in like]
-    del held
-
-
-def _finding(operation: str, found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> Finding:
-    """NaN stands where nothing may be written, and nowhere else."""
-    allowed = ALLOWANCE * _distance(plain, exact) + FLOOR * torch.finfo(found.dtype).eps
-    return Finding(operation, _distance(found, exact), allowed)
-
-
-def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
-    if not torch.equal(found.isnan(), exact.isnan()):
-        return torch.inf
-    difference, size = ((found.double() - exact).nan_to_num().norm(dim=-1), exact.nan_to_num().norm(dim=-1))
-    return (difference / size.clamp_min(torch.finfo(torch.float32).tiny)).max().item()  # a row of NaN is 0 / tiny
-
-
 def measure_block_attention(operations: Operations, config: DraftConfig, shape: DraftShape, device: torch.device) -> float:
     """Microseconds of one layer's attention at the deployment's shape, planning included: the median of some runs."""
     generator = torch.Generator(device).manual_seed(0)
@@ -276,10 +248,6 @@ def measure_block_attention(operations: Operations, config: DraftConfig, shape: 
 def _latent(config: DraftConfig) -> int:
     assert config.kv_lora_rank is not None, f"a self-check of a draft that is not MLA: {config}"
     return config.kv_lora_rank
-
-
-def _random(generator: torch.Generator, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(size, generator=generator, device=generator.device).to(dtype)
 
 
 def _angles(generator: torch.Generator, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

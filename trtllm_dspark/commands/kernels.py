@@ -8,11 +8,15 @@ from rich.console import Console
 
 from cute_kernels import prebuild
 from cute_kernels.errors import KernelError
+from cute_kernels.few_row_linear import Product
 from cute_kernels.prebuild import Deployment
 from trtllm_dspark.attention.operations import normalised
+from trtllm_dspark.attention.products import multiplied
 from trtllm_dspark.commands.pair import tiny_pair
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError, UnsupportedError
+
+TP_SIZES = (1, 2, 4, 8, 16)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         config.kv_lora_rank,
         config.qk_rope_head_dim,
         normalised(config),
+        _products(config),
         _page_sizes(arguments.page_size),
         dtype,
         config.markov_rank,
@@ -40,6 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"{len(objects)} kernels for {', '.join(arches)} in {arguments.out}, {size:.1f} MiB")
     console.print(f"[dim]{time.perf_counter() - start:.0f} s. To use them: CUTE_KERNELS_AOT_DIR={arguments.out}[/dim]")
     return 0
+
+
+def _products(config: DraftConfig) -> tuple[Product, ...]:
+    """Of a rank, for every tensor-parallel size that divides heads and MLP."""
+    sizes = [size for size in TP_SIZES if config.num_heads % size == 0 and config.intermediate_size % size == 0]
+    return tuple(dict.fromkeys(product for size in sizes for product in multiplied(config, config.num_heads // size)))
 
 
 def _page_sizes(text: str) -> tuple[int, ...]:

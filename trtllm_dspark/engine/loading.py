@@ -89,4 +89,4 @@ def load_drafter(path: str | Path, target: HuggingFaceTarget, options: DraftOpti
     )
     num_drafts = config.check_num_drafts(options.num_drafts or config.max_drafts)
     context = DraftContext(pool, model.backend.operations.context_append)
-    return LoadedDraft(Drafter(model, context, target.lm_head), num_drafts, notes)
+    return LoadedDraft(Drafter(model, context, target.output_head(dtype)), num_drafts, notes)

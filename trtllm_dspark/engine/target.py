@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trtllm_dspark.errors import DSparkError, UnsupportedError
+from trtllm_dspark.step import Head
 
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
 
@@ -122,6 +123,15 @@ class HuggingFaceTarget:
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] of any float dtype -> [..., V] in the target's: a draft may be loaded in another."""
         return self.model.get_output_embeddings()(hidden.to(self.dtype))
+
+    def output_head(self, dtype: torch.dtype) -> Head:
+        """For a draft in this dtype: the weight where the head is a bias-free linear layer in it, else `lm_head`."""
+        head = self.model.get_output_embeddings()
+        if type(head) is torch.nn.Linear and head.bias is None:
+            weight = head.weight.detach()
+            if (weight.dtype, weight.device) == (dtype, self.device):
+                return weight
+        return self.lm_head
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from cute_kernels.reference.add_rms_norm import add_rms_norm
-from trtllm_dspark.attention.operations import AddRMSNorm
+from cute_kernels.reference.few_row_linear import few_row_silu_mul
+from trtllm_dspark.attention.operations import AddRMSNorm, GatedProduct, LinearProduct
+from trtllm_dspark.attention.products import plain_linear
 from trtllm_dspark.model.parallel import TensorParallel
 
 ROWS = 8  # a matrix library takes other routines for fewer rows, and for what is left over, and rounds otherwise
@@ -25,9 +27,9 @@ def with_company(project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
     return projected.reshape(*x.shape[:-1], projected.shape[-1])
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [..., in] times weight [out, in], transposed; see `with_company`."""
-    return with_company(lambda rows: F.linear(rows, weight), x)
+def linear(x: torch.Tensor, weight: torch.Tensor, product: LinearProduct = plain_linear) -> torch.Tensor:
+    """x [..., in] times weight [out, in], transposed; see `with_company`. product: what computes it."""
+    return with_company(lambda rows: product(rows, weight), x)
 
 
 class RMSNorm(nn.Module):
@@ -60,14 +62,21 @@ class ResidualNorm(RMSNorm):
 
 
 class Linear(nn.Module):
-    """Bias-free projection, weight [out, in]."""
+    """Bias-free projection, weight [out, in].
+
+    Attributes:
+        product: what computes it.
+    """
+
+    product: LinearProduct
 
     def __init__(self, size_in: int, size_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size_out, size_in))
+        self.product = plain_linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.product)
 
 
 class Embedding(nn.Module):
@@ -82,7 +91,13 @@ class Embedding(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(SiLU(gate x) * up x); the inner columns are split over tensor-parallel ranks. [..., D] -> [..., D]."""
+    """down(SiLU(gate x) * up x); the inner columns are split over tensor-parallel ranks. [..., D] -> [..., D].
+
+    Attributes:
+        gated: what computes SiLU(gate x) * up x.
+    """
+
+    gated: GatedProduct
 
     def __init__(self, hidden: int, inner: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -90,6 +105,8 @@ class GatedMLP(nn.Module):
         self.gate_proj, self.up_proj = Linear(hidden, local), Linear(hidden, local)
         self.down_proj = Linear(local, hidden)
         self.tp = tp
+        self.gated = few_row_silu_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.sum(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        gate, up = self.gate_proj.weight, self.up_proj.weight
+        return self.tp.sum(self.down_proj(with_company(lambda rows: self.gated(rows, gate, up), x)))

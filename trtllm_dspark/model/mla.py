@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from cute_kernels.reference.query_rope import query_rope
-from trtllm_dspark.attention.operations import DraftShape, QueryRope
+from trtllm_dspark.attention.operations import DraftShape, LinearProduct, QueryRope
 from trtllm_dspark.attention.policy import BackendChoice, resolve_backend
+from trtllm_dspark.attention.products import plain_linear
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import UnsupportedError
 from trtllm_dspark.model.heads import ConfidenceHead, MarkovHead
@@ -34,26 +35,29 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [B, S, H, W], the block's latents [B, S, W]) -> weighted latents [B, S, H, c]."""
 
 
-def per_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x [B, S, H, in] times weight [H, in, out], head by head -> [B, S, H, out]; see `with_company`.
+def per_head(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, product: LinearProduct = plain_linear
+) -> torch.Tensor:
+    """x [B, S, H, in] times weight [H, out, in], transposed, head by head -> [B, S, H, out]; see `with_company`.
 
-    out: where it is written; rows of its last dim are contiguous, the others may be strided.
+    out: where it is written; rows of its last dim are contiguous, the others may be strided. product: what computes it.
     """
+    if x.device.type != "cpu":
+        return product(x, weight, out)
     heads = x.shape[-2]
-    if out is not None:
-        if x.device.type == "cpu" or torch.is_grad_enabled():
-            return out.copy_(per_head(x, weight))
-        torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=out.flatten(0, 1).transpose(0, 1))
-        return out
-
-    def project(rows: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("...hi,hio->...ho", rows.unflatten(-1, (heads, -1)), weight).flatten(-2)
-
-    return with_company(project, x.flatten(-2)).unflatten(-1, (heads, -1))
+    found = with_company(lambda rows: product(rows.unflatten(-1, (heads, -1)), weight).flatten(-2), x.flatten(-2))
+    found = found.unflatten(-1, (heads, -1))
+    return found if out is None else out.copy_(found)
 
 
 class MLAAttention(nn.Module):
-    """The query and output sides of one layer, absorbed: scores and values live in the latent space."""
+    """The query and output sides of one layer, absorbed: scores and values live in the latent space.
+
+    Attributes:
+        product: what multiplies head by head.
+    """
+
+    product: LinearProduct
 
     def __init__(self, config: DraftConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -66,6 +70,7 @@ class MLAAttention(nn.Module):
         self.kv_b_proj = Linear(self.latent, self.heads * (self.nope + self.value))
         self.o_proj = Linear(self.heads * self.value, config.hidden_size)
         self.tp = tp
+        self.product = plain_linear
 
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of kv_b_proj: W_UK [H, nope, c], W_UV [H, value, c]. Per head, the key rows come first."""
@@ -77,13 +82,13 @@ class MLAAttention(nn.Module):
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, -1))
         nope, rotary = q.split([self.nope, q.shape[-1] - self.nope], -1)
         out = q.new_empty(*q.shape[:-1], self.latent + rotary.shape[-1])
-        per_head(nope, self.up_projections()[0], out=out[..., : self.latent])
+        per_head(nope, self.up_projections()[0].transpose(1, 2), out[..., : self.latent], self.product)
         rope(rotary, cos, sin, out)
         return out
 
     def output(self, weighted: torch.Tensor) -> torch.Tensor:
         """[B, S, H, c] -> [B, S, D]: W_UV per head, then o_proj, summed over tensor-parallel ranks."""
-        values = per_head(weighted, self.up_projections()[1].transpose(1, 2))
+        values = per_head(weighted, self.up_projections()[1], product=self.product)
         return self.tp.sum(self.o_proj(values.flatten(-2)))
 
 
@@ -141,6 +146,10 @@ class MLADSparkForCausalLM(HostWorkerContract):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.add_norm = backend.operations.add_rms_norm
+            elif isinstance(module, (Linear, MLAAttention)):
+                module.product = backend.operations.linear
+            elif isinstance(module, GatedMLP):
+                module.gated = backend.operations.silu_mul
 
     @classmethod
     def resolve_backend(
@@ -165,7 +174,8 @@ class MLADSparkForCausalLM(HostWorkerContract):
 
     def context_latents(self, projected: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, L, W]: the latents of all layers in one GEMM, neither normalised nor rotated."""
-        return linear(projected, self.latent_proj.flatten(0, 1)).unflatten(-1, self.latent_proj.shape[:2])
+        weight = self.latent_proj.flatten(0, 1)
+        return linear(projected, weight, self.backend.operations.linear).unflatten(-1, self.latent_proj.shape[:2])
 
     # --------------------------------------------------------------------------------------------------------- block
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -193,7 +203,7 @@ class MLADSparkForCausalLM(HostWorkerContract):
 
     def block_latents(self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The block's own latents of one layer, finished. x [B, S, D], after input_layernorm -> [B, S, W]."""
-        z = linear(x, self.latent_proj[layer])
+        z = linear(x, self.latent_proj[layer], self.backend.operations.linear)
         finish = self.backend.operations.finish_latents
         return finish(z, self.latent_norm[layer], cos, sin, self.config.rms_norm_eps)
 
