@@ -7,7 +7,7 @@ from typing import Any
 
 from cute_kernels import add_rms_norm, cache, context_append, few_row_linear, markov_chain, query_rope
 from cute_kernels.arch import ARCHES
-from cute_kernels.block_attention import combine, plan, portable, sm90
+from cute_kernels.block_attention import combine, plan, portable, sm90, sm90_combine
 from cute_kernels.block_attention.config import NAME as BLOCK_ATTENTION
 from cute_kernels.block_attention.config import SCHEDULES, SM90, BlockAttentionConfig, pick_schedule
 from cute_kernels.errors import KernelError
@@ -55,7 +55,6 @@ def tasks(deployment: Deployment, arch: str) -> list[Task]:
     """Everything that a drafter of this deployment may launch on an architecture."""
     c, r, dtype, rank = deployment.latent, deployment.rotary, deployment.dtype, deployment.markov_rank
     found = [
-        Task(combine.COMBINE, combine.CombineConfig(c, dtype), combine.compile_for),
         Task(query_rope.NAME, query_rope.QueryRopeConfig(r, dtype), query_rope.compile_for),
     ]
     for size, residual in deployment.norms:
@@ -73,6 +72,11 @@ def tasks(deployment: Deployment, arch: str) -> list[Task]:
     attentions = [BlockAttentionConfig(c, r, page_size, dtype) for page_size in deployment.page_sizes]
     for schedule in sorted({pick_schedule(attention, arch) for attention in attentions}):
         found.append(Task(plan.PLAN, SCHEDULES[schedule], plan.compile_for))
+        if schedule == SM90.name:
+            merges = sm90_combine.configs(c, dtype)
+            found += [Task(sm90_combine.COMBINE, merge, sm90_combine.compile_for) for merge in merges]
+        else:
+            found.append(Task(combine.COMBINE, combine.CombineConfig(c, dtype), combine.compile_for))
     for attention in attentions:
         if pick_schedule(attention, arch) == SM90.name:
             found.append(Task(f"{BLOCK_ATTENTION}_{SM90.name}", attention, sm90.compile_for))

@@ -10,6 +10,8 @@ THREADS = 32 * WARPS_M * WARPS_K
 STAGES = 2
 SM90_BLOCK = 64  # packed rows, and tokens, of a tile of the sm90 schedule
 SM90_PAGE_SIZES = (32, 64, 128)
+SM90_UNIT = 128  # fp32 values of a piece that a warp of the sm90 schedule stores in two turns: 8 rows by 16 columns
+SM90_UNITS = 256  # of a row tile: by half of the columns, warp, row of a thread's two, and pair of groups of 8 columns
 SEGMENT = 64  # elements of a swizzled row segment, 128 bytes
 VECTOR = 8  # elements of a 16-byte copy
 SCORE_PITCH = BLOCK_N + 4  # fp32 elements from a row of partial scores to the next, off the banks
@@ -136,9 +138,12 @@ def workspace_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of a workspace's tensors: `requests` and `boundaries` are int32, the others fp32."""
     parts, rows = num_parts(block_rows, heads, num_sms, schedule), block_rows * heads
+    piece = (rows, value_width)
+    if schedule is SM90:
+        piece = (-(-rows // SM90_BLOCK) * SM90_UNITS, SM90_UNIT)
     return {
         "requests": (max_batch, 4),
         "boundaries": (parts + 1, 2),
-        "partial_out": (2 * parts, rows, value_width),
+        "partial_out": (2 * parts, *piece),
         "partial_lse": (2 * parts, rows),
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.block_attention import combine, portable, sm90
+from cute_kernels.block_attention import combine, portable, sm90, sm90_combine
 from cute_kernels.block_attention import plan as planning
 from cute_kernels.block_attention.config import (
     NAME,
@@ -40,6 +40,10 @@ def gate_configs() -> list[tuple[Any, ...]]:
             for c in configs
         ),
         *((f"{combine.COMBINE} c={c.value_width} {c.dtype}", partial(combine.compile_for, c)) for c in merges),
+        *(
+            (f"{sm90_combine.COMBINE} sharing={c.sharing} {c.dtype}", partial(sm90_combine.compile_for, c), ("sm_90a",))
+            for c in sm90_combine.configs(512, "bfloat16")
+        ),
         (planning.PLAN, partial(planning.compile_for, PORTABLE)),
         (f"{planning.PLAN} {SM90.name}", partial(planning.compile_for, SM90), ("sm_90a",)),
         *(
@@ -156,6 +160,15 @@ def _config(q: torch.Tensor, pages: torch.Tensor, value_width: int) -> BlockAtte
     return BlockAttentionConfig(value_width, q.shape[-1] - value_width, pages.shape[1], str(q.dtype).removeprefix("torch."))
 
 
+def _merge(config: BlockAttentionConfig, schedule: str, arch: str, batch: int, parts: int) -> Any:
+    """The kernel that merges what a schedule's kernel left in pieces."""
+    if schedule == SM90.name:
+        chosen = sm90_combine.config_for(config.value_width, config.dtype, batch, parts)
+        return compiled(sm90_combine.COMBINE, chosen, arch, partial(sm90_combine.compile_for, chosen, arch))
+    plain = combine.CombineConfig(config.value_width, config.dtype)
+    return compiled(combine.COMBINE, plain, arch, partial(combine.compile_for, plain, arch))
+
+
 def _launch(
     q: torch.Tensor,
     block_latents: torch.Tensor,
@@ -191,8 +204,7 @@ def _launch(
         scale * math.log2(math.e),
     )
     if boundaries.shape[0] > 2:  # more parts than one
-        merged = combine.CombineConfig(config.value_width, config.dtype)
-        merge = compiled(combine.COMBINE, merged, arch, partial(combine.compile_for, merged, arch))
+        merge = _merge(config, schedule, arch, requests.shape[0], boundaries.shape[0] - 1)
         merge(requests, boundaries, partial_out, partial_lse, packed_out, packed_lse)
 
 

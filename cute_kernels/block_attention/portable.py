@@ -325,4 +325,4 @@ def compile_for(config: BlockAttentionConfig, arch: str, options: str = "") -> A
     from cutlass import cute
 
     options = f"--gpu-arch {arch} --enable-tvm-ffi {options}"
-    return cute.compile(kernel_class()(config), *fake_operands(config), options=options)
+    return cute.compile(kernel_class()(config), *fake_operands(config, config.value_width), options=options)

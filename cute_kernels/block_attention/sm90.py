@@ -1,41 +1,43 @@
-"""The sm90 schedule: TMA and wgmma, two warpgroups in a seesaw, Hopper only, c = 512 and r = 64.
+"""The sm90 schedule: TMA and wgmma, two warpgroups that compute and a warp that fetches, Hopper only, c = 512 and r = 64.
 
 A block owns 64 packed rows and walks the tiles of its part, 64 tokens each. Tiles of the context begin at positions that 64
 divides, so that a tile is one box of a page of 64 or 128, or two pages of 32; the S rows of the block are a tile of their own
 behind them. What a box holds past the pool or the block arrives as zeros. Two token tiles and the queries fill the shared
-memory: 3 x 72 KB, and 8 KB of probabilities; the other probabilities lie where the queries' rotary part was, which stays in
-registers.
+memory: 3 x 72 KB, and 8 KB of weights; the other weights lie where the queries' rotary part was, which stays in registers.
 
 Warpgroup 0 (left) scores the even tiles of a request, warpgroup 1 (right) the odd ones. Left sums the value columns 0..255 of
-all tiles, right 256..511, so that each needs the other's probabilities. While one does its softmax, the other multiplies. A
-pair of tiles, in order:
+all tiles, right 256..511, so that each needs the other's weights. Tiles are summed in order:
 
-    left    softmax of tile 0                               arrive FIRST     (running maximum, scale of tile 0)
-            O += P0 V0; refill tile 0, left half            wait SECOND
-            scale P0 and O by tile 1's scale, write P0      arrive P0, wait P1
-            O += P1 V1; score the next tile 0; refill tile 1, left half
-    right   wait FIRST; softmax of tile 1                   arrive SECOND
-            write P1; O += P1 V1                            wait P0
-            O += P0 V0                                      arrive P1
-            refill tile 1 and tile 0, right halves; score the next tile 1
+    left    softmax of tile 0, write P0                     arrive FIRST    (reference, shrink and weights of tile 0)
+            O += P0 V0                                      wait SECOND
+            O += P1 V1; score the next tile 0
+    right   maximum of tile 1                               wait FIRST
+            O += P0 V0, meanwhile softmax of tile 1,
+            write P1                                        arrive SECOND   (the same of tile 1)
+            O += P1 V1; score the next tile 1
 
-The last tile of a request may have no partner; then right has no softmax and P1 is not used.
+The last tile of a request may have no partner; then right has no softmax, and nobody meets at SECOND.
 
-What comes into a buffer next is looked up in the page table by the first warp of each warpgroup, which issues the copies, while
-a value product runs: a miss would stall the softmax. The copies are issued by one thread, without a branch that tells the
-context from the block. Waits for a buffer spin. At the end four threads of a row trade their columns, so that a store of the
-output is 16 bytes.
+This order takes two meetings a pair, and no weight is scaled after it was rounded. It is possible because the reference that
+weights are measured against rises only where a row's maximum passes it by more than LAZY = 8 powers of two: weights stay below
+256, sums below 2^8 times what they would be, and the result is the same. Were it the maximum itself, right would have to scale
+its sums between the two products of every pair, and wait for the first to retire. Where it does rise, which after the first
+tiles is seldom, that is what happens.
+
+The fetching warp follows the table and fills a buffer's halves (columns 0..255, and 256..575) as they are released, left's by
+left, right's by right. Where many row tiles read the same pages, each block also asks its slice of the next two tiles into L2,
+so that a copy finds them there. Registers are moved from its warpgroup to the other two.
 
 Why no barrier is overrun: a warpgroup arrives at one for the second time only after it has waited for another at which the
-other warpgroup arrived after it had waited for the first: FIRST(n) < SECOND(n) < P0(n) < P1(n) < FIRST(n + 1). Where P1 is left
-out, the request ends, and barriers of the whole block follow. SECOND also says that right has done with P0 of the pair before.
+other warpgroup arrived after it had waited for the first: FIRST(n) < SECOND(n) < FIRST(n + 1). Where SECOND is left out the
+request ends, and a barrier of both warpgroups follows.
 
-Why no tile is overwritten while it is read: a half of a buffer (columns 0..255, or 256..575) is filled only by the warpgroup
-that sums it, after its own product with it retired. The other reader, the scores, retired before its scorer arrived at FIRST or
-SECOND, for which the filler has waited. Each use of a buffer is followed by one fill of it: from the same request while that
-has a tile for it, then from the next request, whose first two tiles thus come early; where a request does not use the second
-buffer, the fill comes at its end. The phase of a buffer's barriers therefore turns with each score. The next request's queries
-are fetched after the last SECOND, when all scores have retired, their rotary part when the last P1 was read.
+Why no tile is overwritten while it is read: a half of a buffer is read by the warpgroup that sums it, which releases it after
+its own product with it retired, and by the scores, which retired before their scorer arrived at FIRST or SECOND, for which
+the releasing one has waited. The queries are released by left at the end of a request, when all scores and the last product
+with P1 have retired. P0 is overwritten by left after a refill of buffer 0 has landed, hence after right released it, hence
+after right's product with P0 retired; P1 by right after the same of buffer 1 and left. The phase of a buffer's barriers turns
+with each score.
 
 The launch is a dependent one: a block sets up its barriers while the kernel before it, whatever that is, ends. Then every
 block, one without work too, waits for that kernel (griddepcontrol.wait) before it reads or writes global memory. Plan and merge
@@ -44,12 +46,19 @@ and no earlier reader is left of the output or of the pieces that this one write
 waits for the end of this one. The copies' descriptors, fetched before the wait, are arguments of the launch.
 
 A row that is not live (before the start, past the end; unread pages may hold NaN) is masked in the scores and zeroed in
-shared memory before the value product, each warpgroup its own columns, after the tile's scores retired.
+shared memory before the value product, each warpgroup its own columns, after the tile's scores retired. Only pairs that may
+hold an edge of the context run the code for it.
+
+A whole request is written to the output; a piece as the tensor cores leave it, and `sm90_combine` merges pieces.
+
+    sm90_kernel.py    memory, barriers, who does what     sm90_roles.py     a pair of tiles, and the end of a request
+    sm90_producer.py  what is fetched when                sm90_tiles.py     masks, softmax, views of fragments
+    sm90_compute.py   requests of a part                  sm90_ptx.py       instructions
 """
 
 from typing import Any
 
-from cute_kernels.block_attention.config import NAME, BlockAttentionConfig
+from cute_kernels.block_attention.config import NAME, SM90_UNIT, BlockAttentionConfig
 from cute_kernels.block_attention.operands import fake_operands
 from cute_kernels.errors import UnsupportedKernelError
 
@@ -69,4 +78,4 @@ def compile_for(config: BlockAttentionConfig, arch: str, options: str = "") -> A
     from cutlass import cute
 
     options = f"--gpu-arch {arch} --enable-tvm-ffi {options}"
-    return cute.compile(kernel_class()(config), *fake_operands(config), options=options)
+    return cute.compile(kernel_class()(config), *fake_operands(config, SM90_UNIT), options=options)

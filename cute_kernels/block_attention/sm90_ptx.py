@@ -1,5 +1,6 @@
 """Instructions that the sm90 schedule issues as PTX. Imports the compiler."""
 
+import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu, llvm
@@ -64,6 +65,27 @@ def expect_bytes(barrier: Int32, size: Int32, *, loc=None, ip=None) -> None:
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
         "r,r,~{memory}",
         Int32(barrier).ir_value(loc=loc, ip=ip),
+        Int32(size).ir_value(loc=loc, ip=ip),
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def arrive(barrier: cute.Pointer, is_one: cutlass.Boolean, *, loc=None, ip=None) -> None:
+    """Arrive at a barrier in shared memory, in the threads for which `is_one` holds; no branch."""
+    address = barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    text = "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t@P1 mbarrier.arrive.shared::cta.b64 _, [$0];\n\t}"
+    _asm(text, "r,r,~{memory}", address, Int32(is_one).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def ask_ahead(address: Int64, size: Int32, *, loc=None, ip=None) -> None:
+    """Ask for bytes of global memory into L2; both are multiples of 16."""
+    _asm(
+        "cp.async.bulk.prefetch.L2.global [$0], $1;",
+        "l,r,~{memory}",
+        Int64(address).ir_value(loc=loc, ip=ip),
         Int32(size).ir_value(loc=loc, ip=ip),
         loc=loc,
         ip=ip,

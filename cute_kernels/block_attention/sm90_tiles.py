@@ -12,8 +12,8 @@ from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
 CHUNKS = 9  # of 64 columns in a latent, 8 of them values
 LEFT, RIGHT = (0, 4), (4, 9)  # chunks that a warpgroup fills: those it sums, and right the rotary part too
 CHUNK_BYTES = SM90_BLOCK * SEGMENT * 2
-NOTHING = -(2**31)  # a ticket for no tile
 SHIFT = SM90_BLOCK.bit_length() - 1  # positions are not negative: a shift divides where // would take five instructions
+LAZY = 8.0  # a maximum rises only where weights would pass 2^LAZY: sums hold that with ease, and so does fp16
 LOWEST = -1e30  # a running maximum that is finite: with it a masked score has weight 0 and nothing is inf - inf
 
 
@@ -136,40 +136,67 @@ def scale_rows(S: cute.Tensor, r: cutlass.Constexpr[int], factor: Float32):
 
 
 @cute.jit
-def softmax(
-    S: cute.Tensor,  # (2, 32): scores, then probabilities
-    O: cute.Tensor,  # (2, 128): rescaled  # noqa: E741
-    sTop: cute.Tensor,  # (64): running maximum of both warpgroups, times scale_log2
-    sShrink: cute.Tensor,  # (64, 2): what this tile scaled the earlier ones by
-    rSum: cute.Tensor,  # (2)
-    rBefore: cute.Tensor,  # (2): what the other warpgroup's tile scaled by before
-    row: Int32,
-    thread: Int32,
-    scale_log2: Float32,
-    stage: cutlass.Constexpr[int],
-):
-    """One tile's softmax against the running maximum."""
+def is_any(condition: cutlass.Boolean) -> cutlass.Boolean:
+    """Whether it holds in any thread of the warp."""
+    return cute.arch.vote_any_sync(condition)
+
+
+@cute.jit
+def rescale(O: cute.Tensor, rSum: cute.Tensor, rShrink: cute.Tensor):  # noqa: E741
+    """Sums move to a new reference: (2, columns) and (2) times (2)."""
+    for r in cutlass.range_constexpr(2):
+        rSum[r] = rSum[r] * rShrink[r]
+        scale_rows(O, r, rShrink[r])
+
+
+@cute.jit
+def largest(S: cute.Tensor, rTop: cute.Tensor):
+    """Row maxima of a tile's scores, of all four threads of a row."""
     columns = cute.size(S.shape[1])
     for r in cutlass.range_constexpr(2):
         top, other = S[r, 0], S[r, 1]
         for c in cutlass.range_constexpr(2, columns, 2):
             top = cute.arch.fmax(top, S[r, c])
             other = cute.arch.fmax(other, S[r, c + 1])
-        top = cute.arch.fmax(top, other)
-        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
-        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
-        old = sTop[row + 8 * r]
-        top = cute.arch.fmax(old, top * scale_log2)
-        shrink = cute.math.exp2(old - top, fastmath=True)
-        cute.arch.sync_warp()
-        if thread % 4 == 0:
-            sTop[row + 8 * r] = top
-            sShrink[row + 8 * r, stage] = shrink
-        shrink = shrink * rBefore[r]
-        parts = [Float32(0.0) for _ in range(4)]  # a single sum is a chain of additions
+        rTop[r] = cute.arch.fmax(top, other)
+    for offset in cutlass.range_constexpr(1, 3):
+        for r in cutlass.range_constexpr(2):
+            rTop[r] = cute.arch.fmax(rTop[r], cute.arch.shuffle_sync_bfly(rTop[r], offset=offset))
+
+
+@cute.jit
+def settle(
+    rTop: cute.Tensor,  # (2): row maxima of the tile; the reference it is weighed against, written
+    rShrink: cute.Tensor,  # (2), written: what earlier sums are multiplied by, nearly always 1
+    sTop: cute.Tensor,  # (64): the reference of both warpgroups, times scale_log2
+    sShrink: cute.Tensor,  # (64, 2): shrinks of the two tiles of a pair
+    row: Int32,
+    thread: Int32,
+    scale_log2: Float32,
+    stage: cutlass.Constexpr[int],
+):
+    """The reference rises to a row's maximum where that is larger by more than LAZY, and stays where it is not."""
+    for r in cutlass.range_constexpr(2):
+        old, top = sTop[row + 8 * r], rTop[r] * scale_log2
+        rTop[r] = old
+        if top > old + LAZY:
+            rTop[r] = top
+        rShrink[r] = cute.math.exp2(old - rTop[r], fastmath=True)
+    cute.arch.sync_warp()
+    if thread % 4 == 0:
+        for r in cutlass.range_constexpr(2):
+            sTop[row + 8 * r] = rTop[r]
+            sShrink[row + 8 * r, stage] = rShrink[r]
+
+
+@cute.jit
+def weigh(S: cute.Tensor, rTop: cute.Tensor, rSum: cute.Tensor, scale_log2: Float32):
+    """Scores become weights, and are added up."""
+    columns = cute.size(S.shape[1])
+    for r in cutlass.range_constexpr(2):
+        parts = [rSum[r], Float32(0.0), Float32(0.0), Float32(0.0)]  # a single sum is a chain of additions
         for c in cutlass.range_constexpr(columns):
-            p = cute.math.exp2(S[r, c] * scale_log2 - top, fastmath=True)
+            p = cute.math.exp2(S[r, c] * scale_log2 - rTop[r], fastmath=True)
             S[r, c] = p
             parts[c % 4] = parts[c % 4] + p
-        rSum[r] = rSum[r] * shrink + ((parts[0] + parts[1]) + (parts[2] + parts[3]))
-        scale_rows(O, r, shrink)
+        rSum[r] = (parts[0] + parts[1]) + (parts[2] + parts[3])

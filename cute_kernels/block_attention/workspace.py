@@ -21,7 +21,7 @@ class BlockAttentionWorkspace:
         block_rows, heads: S and H that it was made for. value_width: c. schedule: name of the one that reads it.
         requests: [max_batch, 4], int32: first position, context tokens, part of the first tile, number of pieces.
         boundaries: [parts + 1, 2], int32: the request and tile where each part begins.
-        partial_out: [2 * parts, S * H, c], fp32. partial_lse: [2 * parts, S * H], fp32. Pieces of split requests.
+        partial_out: fp32, as `workspace_shapes` says. partial_lse: [2 * parts, S * H], fp32. Pieces of split requests.
     """
 
     block_rows: int

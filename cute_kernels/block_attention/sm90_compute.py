@@ -1,0 +1,152 @@
+"""What the two computing warpgroups of the sm90 schedule do with a part: their fragments, and request after request.
+
+Imports the compiler.
+"""
+
+from types import SimpleNamespace
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from cute_kernels.block_attention import sm90_ptx as ptx
+from cute_kernels.block_attention import sm90_tiles as tiles
+from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
+from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, HALF, finish, left, right, score
+from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, LOWEST, RIGHT
+
+
+@cute.jit
+def compute(
+    c: SimpleNamespace,
+    mRequests: cute.Tensor,
+    mOut: cute.Tensor,
+    mLse: cute.Tensor,
+    mPartial: cute.Tensor,
+    mPartialLse: cute.Tensor,
+    part: Int32,
+    first_request: Int32,
+    first_tile: Int32,
+    last_request: Int32,
+    last_tile: Int32,
+    stop: Int32,
+):
+    """A part's requests: first_request from first_tile on, to last_request up to last_tile; `stop` is behind the last."""
+    qk, qk_rotary, pv_own, pv_other, thread = c.qk, c.qk_rotary, c.pv_own, c.pv_other, c.thread
+    dtype, value_width, tile_shape = c.sQ.element_type, (CHUNKS - 1) * SEGMENT, (SM90_BLOCK, SEGMENT)
+    all_qk, all_pv = qk.get_slice(0), pv_own.get_slice(0)
+    sKv = cute.local_tile(c.sK, (SM90_BLOCK, value_width, 2), (0, 0, 0))
+    sVt = cute.composition(sKv, cute.make_ordered_layout((value_width, SM90_BLOCK, 2), order=(1, 0, 2)))
+    rS = cute.make_rmem_tensor(qk.get_slice(thread).partition_shape_C((SM90_BLOCK, SM90_BLOCK)), Float32)
+    rO = cute.make_rmem_tensor(pv_own.get_slice(thread).partition_shape_C((SM90_BLOCK, HALF)), Float32)
+    rP = cute.make_rmem_tensor(tiles.as_operand(rS).layout, dtype)
+    rQ = qk_rotary.make_fragment_A(qk_rotary.get_slice(thread).partition_shape_A(tile_shape))
+    load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
+    store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+    copy_q = cute.make_tiled_copy_A(load, qk_rotary).get_slice(thread)
+    copy_p = cute.make_tiled_copy_C(store, qk).get_slice(thread)
+    # What both roles use, by name; no value here changes but registers and shared memory
+    k = SimpleNamespace(
+        qk=qk,
+        qk_rotary=qk_rotary,
+        pv_own=pv_own,
+        pv_other=pv_other,
+        landed=c.landed,
+        free=c.free,
+        sTop=c.sTop,
+        sShrink=c.sShrink,
+        sRaw=c.sRaw,
+        tA=qk.make_fragment_A(all_qk.partition_A(cute.local_tile(c.sQ, (SM90_BLOCK, value_width), (0, 0)))),
+        tB=qk.make_fragment_B(all_qk.partition_B(sKv)),
+        tBr=qk.make_fragment_B(all_qk.partition_B(cute.local_tile(c.sK, (SM90_BLOCK, SEGMENT, 2), (0, CHUNKS - 1, 0)))),
+        tV=pv_own.make_fragment_B(all_pv.partition_B(cute.local_tile(sVt, (HALF, SM90_BLOCK, 2), (c.group, 0, 0)))),
+        tP0=pv_other.make_fragment_A(pv_other.get_slice(0).partition_A(c.sP0)),
+        tP1=pv_other.make_fragment_A(pv_other.get_slice(0).partition_A(c.sP1)),
+        rS=rS,
+        rO=rO,
+        rP=rP,
+        rQ=rQ,
+        S=tiles.by_rows(rS),
+        O=tiles.by_rows(rO),
+        rPc=cute.make_tensor(rP.iterator, rS.layout),
+        store=store,
+        copy_p=copy_p,
+        sP0=copy_p.partition_D(c.sP0),
+        sP1=copy_p.partition_D(c.sP1),
+        rTop=cute.make_rmem_tensor((2,), Float32),
+        rShrink=cute.make_rmem_tensor((2,), Float32),
+        rSum=cute.make_rmem_tensor((2,), Float32),
+        row_tile=c.row_tile,
+        row=c.row,
+        group=c.group,
+        thread=thread,
+        is_speaker=thread % 32 == 0,
+        scale_log2=c.scale_log2,
+        block_rows=c.block_rows,
+    )
+    phase, phase_q = Int32(0), Int32(0)
+    for request in cutlass.range(first_request, stop, unroll=1):
+        start, context = mRequests[request, 0], mRequests[request, 1]
+        all_tiles = tiles.context_tiles(start, context) + 1
+        begin, end = Int32(0), all_tiles
+        if request == first_request:
+            begin = first_tile
+        if request == last_request:
+            end = last_tile
+        item = (start, context)
+        rO.fill(0.0)
+        k.rSum.fill(0.0)
+        if c.group == 0 and thread % 4 == 0:
+            c.sTop[c.row] = Float32(LOWEST)
+            c.sTop[c.row + 8] = Float32(LOWEST)
+        # Of the pairs before the last, the first may hold the start of the context, and the one before a lone last tile its
+        # end; the pairs from plain to far need no mask
+        pairs, plain = (end - begin + 1) // 2, Int32(0)
+        if begin == 0 and start % SM90_BLOCK != 0 and pairs > 1:
+            plain = Int32(1)
+        far = pairs - 1 - (end - begin) % 2
+        if far < plain:
+            far = plain
+        ptx.wait(c.landed_q, phase_q)
+        phase_q = phase_q ^ 1
+        cute.copy(load, copy_q.partition_S(c.sP1), copy_q.retile(rQ))
+        # The rotary part is in registers: P1 may take its place
+        cute.arch.barrier(barrier_id=BOTH, number_of_threads=COMPUTING)
+        if c.group == 0:
+            score(k, phase, 0, (*range(*LEFT), *range(*RIGHT)))
+            phase = phase ^ 1
+            warpgroup.wait_group(0)
+            for side in cutlass.range(2, unroll=1):
+                for pair in cutlass.range(plain, far * side, unroll=1):
+                    left(k, item, begin + 2 * pair, phase, False, False, False)
+                    phase = phase ^ 1
+                for pair in cutlass.range(far * side, plain + (pairs - 1 - plain) * side, unroll=1):
+                    left(k, item, begin + 2 * pair, phase, True, False, False)
+                    phase = phase ^ 1
+            if (end - begin) % 2 == 0:
+                left(k, item, end - 2, phase, True, True, False)
+            else:
+                left(k, item, end - 1, phase, True, True, True)
+            ptx.arrive(c.free_q, k.is_speaker)
+        else:
+            if end - begin > 1:
+                score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
+                phase = phase ^ 1
+                warpgroup.wait_group(0)
+            for side in cutlass.range(2, unroll=1):
+                for pair in cutlass.range(plain, far * side, unroll=1):
+                    right(k, item, begin + 2 * pair, False, False)
+                    score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
+                    phase = phase ^ 1
+                    warpgroup.wait_group(0)
+                for pair in cutlass.range(far * side, plain + (pairs - 1 - plain) * side, unroll=1):
+                    right(k, item, begin + 2 * pair, True, False)
+                    if begin + 2 * pair + 3 < end:
+                        score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
+                        phase = phase ^ 1
+                        warpgroup.wait_group(0)
+            if (end - begin) % 2 == 0:
+                right(k, item, end - 2, True, False)
+            else:
+                right(k, item, end - 1, True, True)
+        finish(k, mOut, mLse, mPartial, mPartialLse, request, part, begin, end, all_tiles)

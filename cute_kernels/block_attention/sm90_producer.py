@@ -1,0 +1,128 @@
+"""The warp that fetches in the sm90 schedule: queries, pages and blocks, in the order in which they are needed.
+
+Imports the compiler.
+"""
+
+from types import SimpleNamespace
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from cute_kernels.block_attention import sm90_ptx as ptx
+from cute_kernels.block_attention import sm90_tiles as tiles
+from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
+from cute_kernels.block_attention.sm90_tiles import CHUNK_BYTES, CHUNKS, LEFT, RIGHT
+
+ROW_BYTES = CHUNKS * SEGMENT * 2
+AHEAD = 4  # row tiles that share a request's pages, from which on these are asked into L2 ahead; with fewer it is slower
+
+
+@cute.jit
+def slice_of(box: cutlass.Constexpr[int], row_tile: Int32):
+    """(first, bytes) of a box that the block of a row tile asks into L2."""
+    row_tiles, _, _ = cute.arch.grid_dim()
+    all_bytes = box * ROW_BYTES
+    size = ((all_bytes // row_tiles + 127) // 128) * 128
+    first = row_tile * size
+    if first + size > all_bytes:
+        size = all_bytes - first
+    if row_tiles < AHEAD:
+        size = Int32(0)
+    return first, size
+
+
+@cute.jit
+def fetch_queries(f: SimpleNamespace, request: Int32, phase: Int32):
+    """The queries of a request's row tile, when those of the one before are done with."""
+    ptx.wait(f.free_q, phase)
+    ptx.expect_bytes(f.landed_q.toint(), CHUNKS * CHUNK_BYTES)
+    for c in cutlass.range_constexpr(CHUNKS):
+        target = f.queries_at + c * CHUNK_BYTES
+        ptx.copy_box(target, f.map_queries, Int32(c * SEGMENT), f.row_tile * SM90_BLOCK, request, f.landed_q.toint())
+
+
+@cute.jit
+def fill(
+    f: SimpleNamespace,
+    rTicket: cute.Tensor,
+    phase: Int32,
+    stage: cutlass.Constexpr[int],
+    half: cutlass.Constexpr[int],
+):
+    """A half of a tile into its buffer, when what was there has been read; each chunk has a barrier.
+
+    Boxes of pages and of the block differ by their operands only.
+    """
+    boxes, per_page = cute.size(rTicket.shape), cute.size(f.boxes_of_page)
+    box, shift = SM90_BLOCK // boxes, per_page.bit_length() - 1
+    tensor_map = f.map_pages
+    if rTicket[0] < 0:
+        tensor_map = f.map_block
+    ptx.wait(f.free + (2 * stage + half), phase)
+    for i in cutlass.range_constexpr(boxes):
+        row, index = (rTicket[i] & (per_page - 1)) * box, rTicket[i] >> shift
+        if rTicket[0] < 0:
+            row, index = Int32(i * box), -1 - rTicket[0]
+        for c in cutlass.range_constexpr(*(LEFT, RIGHT)[half]):
+            barrier = f.landed_at + 8 * (stage * CHUNKS + c)
+            if cutlass.const_expr(i == 0):
+                ptx.expect_bytes(barrier, CHUNK_BYTES)
+            target = f.tokens_at + (stage * CHUNKS + c) * CHUNK_BYTES + i * (box * SEGMENT * 2)
+            ptx.copy_box(target, tensor_map, Int32(c * SEGMENT), row, index, barrier)
+
+
+@cute.jit
+def ask_ahead(f: SimpleNamespace, rTicket: cute.Tensor):
+    """A tile of pages into L2, each row tile's block its slice: the copies that follow later find it there."""
+    boxes, per_page = cute.size(rTicket.shape), cute.size(f.boxes_of_page)
+    box, shift = SM90_BLOCK // boxes, per_page.bit_length() - 1
+    if rTicket[0] >= 0 and f.slice_bytes > 0:
+        for i in cutlass.range_constexpr(boxes):
+            index = rTicket[i] >> shift
+            if index < f.num_pages:
+                row = (rTicket[i] & (per_page - 1)) * box
+                ptx.ask_ahead(f.pool_at + Int64(index) * f.page_bytes + row * ROW_BYTES + f.slice_begin, f.slice_bytes)
+
+
+@cute.jit
+def fetch(
+    f: SimpleNamespace,
+    mTable: cute.Tensor,
+    mRequests: cute.Tensor,
+    first_request: Int32,
+    first_tile: Int32,
+    last_request: Int32,
+    last_tile: Int32,
+    stop: Int32,
+):
+    """Everything that a part reads. One thread runs this."""
+    even, odd, phase_q = Int32(1), Int32(1), Int32(1)  # a fresh barrier lets the first wait for its other phase pass
+    for request in cutlass.range(first_request, stop, unroll=1):
+        fetch_queries(f, request, phase_q)
+        phase_q = phase_q ^ 1
+        start, context = mRequests[request, 0], mRequests[request, 1]
+        begin, end = Int32(0), tiles.context_tiles(start, context) + 1
+        if request == first_request:
+            begin = first_tile
+        if request == last_request:
+            end = last_tile
+        tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, begin, f.rTicket0)
+        if begin + 1 < end:
+            tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, begin + 1, f.rTicket1)
+        for tile in cutlass.range(begin, end, 2, unroll=1):
+            if tile + 2 < end:
+                tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, tile + 2, f.rNext0)
+                ask_ahead(f, f.rNext0)
+            if tile + 3 < end:
+                tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, tile + 3, f.rNext1)
+                ask_ahead(f, f.rNext1)
+            fill(f, f.rTicket0, even, 0, 0)
+            fill(f, f.rTicket0, even, 0, 1)
+            even = even ^ 1
+            if tile + 1 < end:
+                fill(f, f.rTicket1, odd, 1, 1)
+                fill(f, f.rTicket1, odd, 1, 0)
+                odd = odd ^ 1
+            for i in cutlass.range_constexpr(cute.size(f.rTicket0.shape)):
+                f.rTicket0[i] = f.rNext0[i]
+                f.rTicket1[i] = f.rNext1[i]

@@ -1,0 +1,99 @@
+"""The sm90 schedule of block_attention: registers of its warpgroups, a reference that rises seldom, pieces and their merge."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.test_block_attention import complaint, make
+from kernels.test_block_attention_sm90 import C, device, hopper, workspace
+
+from cute_kernels.block_attention import config, sm90_combine, workspace_shapes
+from cute_kernels.support import toolkit_reason
+
+__all__ = ["device"]  # a fixture
+REGISTERS = 168  # of a thread, when 384 threads share a multiprocessor's 65,536
+
+
+# ------------------------------------------------------------------------------------------------------------------- cpu
+@pytest.mark.skipif(toolkit_reason() is not None, reason=f"compiler: {toolkit_reason()}")
+def test_registers_that_are_given_are_there() -> None:
+    """Fails where the computing warpgroups ask for more than the fetching one gives, as 32 and 240: a block waits for ever."""
+    from cute_kernels.block_attention.sm90_kernel import FEW, MANY, THREADS
+    from cute_kernels.block_attention.sm90_roles import COMPUTING
+
+    def fit(few: int, many: int) -> bool:
+        return (THREADS - COMPUTING) * few + COMPUTING * many <= THREADS * REGISTERS
+
+    assert THREADS * REGISTERS <= 65_536 < THREADS * (REGISTERS + 8)
+    assert fit(FEW, MANY) and not fit(32, 240)
+    assert FEW % 8 == 0 and MANY % 8 == 0
+
+
+@pytest.mark.parametrize(("rows", "row_tiles"), [(64, 1), (65, 2), (512, 8), (84, 2), (4, 1)])
+def test_pieces_have_room_for_whole_row_tiles(rows: int, row_tiles: int) -> None:
+    shapes = workspace_shapes(3, 1, rows, C, 132, config.SM90)
+    parts = config.num_parts(1, rows, 132, config.SM90)
+    assert shapes["partial_out"] == (2 * parts, row_tiles * config.SM90_UNITS, config.SM90_UNIT)
+    assert config.SM90_UNITS * config.SM90_UNIT == config.SM90_BLOCK * C
+    assert shapes["partial_lse"] == (2 * parts, rows)
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "sharing", "by_request"),
+    [(1, 16, 4, True), (4, 16, 4, True), (5, 16, 1, True), (15, 16, 1, True), (16, 16, 1, False), (64, 132, 1, True)],
+)
+def test_which_merge_takes_a_batch(batch: int, parts: int, sharing: int, by_request: bool) -> None:
+    found = sm90_combine.config_for(C, "bfloat16", batch, parts)
+    assert (found.sharing, found.by_request) == (sharing, by_request)
+    assert found in sm90_combine.configs(C, "bfloat16")
+
+
+@pytest.mark.skipif(toolkit_reason() is not None, reason=f"compiler: {toolkit_reason()}")
+@pytest.mark.parametrize("merge", sm90_combine.configs(C, "bfloat16"), ids=str)
+def test_a_merge_waits_for_the_attention(merge: sm90_combine.CombineConfig, tmp_path: Path) -> None:
+    """Fails where a block may read pieces, or return, before the attention has ended."""
+    sm90_combine.compile_for(merge, "sm_90a", f"--keep-ptx --dump-dir {tmp_path}")
+    (source,) = tmp_path.rglob("*.ptx")
+    text = source.read_text()
+    assert text.count("griddepcontrol.") == 2
+    waited = text.index("griddepcontrol.wait")
+    for access in ("ld.global", "st.global", "ret;"):
+        assert waited < text.index(access), access
+
+
+# ------------------------------------------------------------------------------------------------------------------- gpu
+def climbing(device: torch.device, step: float, dtype: torch.dtype, tiles: int = 9) -> dict[str, Any]:
+    """Scores that rise by `step` powers of two from each tile of 64 tokens to the next (fall where it is negative)."""
+    case = make([64 * tiles + 10], rows=8, heads=8, page_size=64, dtype=dtype, device=device, garbage=(0,))
+    position = torch.arange(64 * tiles + 10, device=device)
+    pages, table = case["pages"], case["page_table"][0, : tiles + 1].long()
+    case["q"][..., 0] = 1.0
+    rise = step * (position // 64 - (tiles // 2)).float() / (case["scale"] * 1.4426950408889634)
+    pages[table[position // 64], position % 64, 0] = rise.to(dtype)
+    return case
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step", [3.0, 7.9, 8.1, 20.0, 60.0, -5.0, -40.0])
+def test_a_maximum_that_keeps_rising(device: torch.device, step: float, dtype: torch.dtype) -> None:
+    """Fails where the reference stays behind: at 20 powers of two a tile weights overflow, or where sums are not shrunk."""
+    case = climbing(device, step, dtype)
+    for num_sms in (1, 3, 132):
+        assert complaint(case, *hopper(case, plan=workspace(case, num_sms=num_sms))) is None, num_sms
+
+
+@pytest.mark.gpu
+def test_control_a_tile_that_is_not_shrunk_is_noticed(device: torch.device) -> None:
+    """The comparison must fail where the tiles before the last count as much as it: scores that do not rise by 3."""
+    rising, level = climbing(device, 3.0, torch.bfloat16), climbing(device, 0.0, torch.bfloat16)
+    assert complaint(rising, hopper(level)[0]) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "heads"), [(1, 64), (1, 8), (2, 64), (5, 64), (16, 64), (20, 64), (40, 8), (3, 12)])
+def test_every_merge(device: torch.device, batch: int, heads: int) -> None:
+    lengths = [(1777 * (i + 1)) % 5000 for i in range(batch)]
+    case = make(lengths, rows=7, heads=heads, page_size=64, dtype=torch.bfloat16, device=device)
+    assert complaint(case, *hopper(case, plan=workspace(case))) is None
