@@ -125,6 +125,8 @@ def kernel_class() -> type:
             # (row tile, half of the columns, warp, row of a thread's two, pair of column groups); see `SM90_UNITS`
             row = unit // SM90_UNITS * SM90_BLOCK + unit // 32 % 4 * 16 + unit // 16 % 2 * 8 + lane // 4
             column = unit // 128 % 2 * (self.config.value_width // 2) + unit % 16 * 16 + lane % 4 * 2
+            if row - lane // 4 >= mOut.shape[1]:  # eight rows that are none: nobody wrote them
+                pieces = Int32(0)
             held = row  # a row beyond the last reads another's sum
             if row >= mOut.shape[1]:
                 held = mOut.shape[1] - 1

@@ -171,7 +171,7 @@ def write_rows(k: SimpleNamespace, mOut: cute.Tensor, request: Int32):
 
 
 @cute.jit
-def write_piece(k: SimpleNamespace, mPartial: cute.Tensor, slot: Int32):
+def write_piece(k: SimpleNamespace, mPartial: cute.Tensor, slot: Int32, rows: Int32):
     """The accumulator, scaled, as it lies in registers, 256 bytes a store of a warp; `sm90_combine` reads it so."""
     first = ((k.row_tile * 2 + k.group) * 4 + k.thread // 32) * UNITS_OF_WARP
     lines = cute.tiled_divide(mPartial[slot, first, None], (2,))
@@ -179,9 +179,10 @@ def write_piece(k: SimpleNamespace, mPartial: cute.Tensor, slot: Int32):
     own = cute.make_tensor(lines[None, k.thread % 32].iterator, layout)
     rTwo = cute.make_rmem_tensor((2,), k.rO.element_type)
     for r in cutlass.range_constexpr(2):
-        for n in cutlass.range_constexpr(HALF // 8):
-            rTwo.store(k.rO[(None, r, n), 0, 0].load() * k.rShrink[r])
-            cute.autovec_copy(rTwo, own[None, HALF // 8 * r + n])
+        if k.row_tile * SM90_BLOCK + k.thread // 32 * 16 + 8 * r < rows:  # of eight rows that are none, nothing is written
+            for n in cutlass.range_constexpr(HALF // 8):
+                rTwo.store(k.rO[(None, r, n), 0, 0].load() * k.rShrink[r])
+                cute.autovec_copy(rTwo, own[None, HALF // 8 * r + n])
 
 
 @cute.jit
@@ -229,7 +230,7 @@ def finish(
     if is_whole:
         write_rows(k, mOut, request)
     else:
-        write_piece(k, mPartial, slot)
+        write_piece(k, mPartial, slot, mOut.shape[1])
     for r in cutlass.range_constexpr(2):
         row = k.row_tile * SM90_BLOCK + k.row + 8 * r
         if row < mOut.shape[1]:
