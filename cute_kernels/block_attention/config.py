@@ -18,7 +18,8 @@ SCORE_PITCH = BLOCK_N + 4  # fp32 elements from a row of partial scores to the n
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_ROWS, MAX_HEADS = 16, 128
 ITEM_COST = 2  # what starting on a request costs, in tiles
-MIN_QUANTUM = 2  # least cost that is worth a part
+SM90_ITEM_COST = 3  # of the sm90 schedule, measured: its pipeline drains and fills, one more piece is stored and merged
+MIN_QUANTUM = 2  # least cost of a part, and least tiles for which a request is cut into more
 FULL_ENOUGH = 0.9  # share of the multiprocessors that must have work for one more wave not to be tried
 MAX_WAVES = 4
 
@@ -29,7 +30,7 @@ class Schedule:
 
     Attributes:
         name: as `block_attention` takes it. block_rows: packed rows of a tile. block_tokens: tokens of a tile.
-        item_cost: what starting on a request costs, in tiles. min_quantum: least cost that is worth a part.
+        item_cost: what starting on a request costs, in tiles. min_quantum: least cost, and least tiles, worth a part.
         aligned: tiles begin at positions that block_tokens divides, the block is a tile of its own behind them. Else the
             first tile begins at the context's first token, and the block follows the context without a gap.
     """
@@ -43,7 +44,7 @@ class Schedule:
 
 
 PORTABLE = Schedule("portable", BLOCK_M, BLOCK_N)
-SM90 = Schedule("sm90", SM90_BLOCK, SM90_BLOCK, aligned=True)
+SM90 = Schedule("sm90", SM90_BLOCK, SM90_BLOCK, SM90_ITEM_COST, aligned=True)
 SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, SM90)}
 
 

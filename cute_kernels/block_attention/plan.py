@@ -1,8 +1,13 @@
 """The work list of a step, made on the device in one small launch and read by all layers.
 
-A batch is a line of costs: per request item_cost, then one for each tile of its context and block. The line is cut into
-equal parts; a part begins at a (request, tile) and ends where the next begins. A request that a cut falls into is split,
-and its pieces are merged by `combine`. The twin in `cute_kernels.reference.block_attention` says it in a few lines.
+A part begins at a (request, tile) and ends where the next begins. A request that a part's beginning falls into is split, and
+its pieces are merged by `combine`. There are two lists; the twin in `cute_kernels.reference.block_attention` says them in a few
+lines.
+
+- Separate: every request has parts of its own and is cut evenly among them, so that no part pays twice for starting on a
+  request. Taken where a part then costs hardly more than quantum + item_cost, which is what a part of the other list may cost.
+- Contiguous: the batch is a line of costs, per request item_cost, then one for each tile of its context and block. The line is
+  cut every quantum, wherever that falls.
 
 From sm_90 on it is launched while the kernel before it ends. It waits for that kernel first of all: the lengths may be new, and
 the layers of the step before may still read the list.
@@ -15,7 +20,10 @@ from cute_kernels.block_attention.config import Schedule
 from cute_kernels.support import smem_allocator
 
 PLAN = "block_attention_plan"
-PLAN_THREADS = 256
+WARP = 32
+PLAN_THREADS = 256  # each owns one request of a separate list; of more requests the list is contiguous
+PLAN_WARPS = PLAN_THREADS // WARP  # each tries one length of pieces
+SLACK = 32  # of so many tiles one more is paid for fewer pieces to merge
 
 
 def kernel_class() -> type:
@@ -28,8 +36,8 @@ def kernel_class() -> type:
             self.schedule, self.is_dependent = schedule, is_dependent
 
         @cute.jit
-        def cost(self, start: Int32, context: Int32, block_rows: Int32) -> Int32:
-            """Of a request: item_cost and its tiles. The twin says the same."""
+        def count(self, start: Int32, context: Int32, block_rows: Int32) -> Int32:
+            """Tiles of a request. The twin says the same."""
             tokens = self.schedule.block_tokens
             tiles = Int32(1)
             if cutlass.const_expr(self.schedule.aligned):
@@ -37,7 +45,45 @@ def kernel_class() -> type:
                     tiles = (start + context + tokens - 1) // tokens - start // tokens + 1
             else:
                 tiles = (context + block_rows + tokens - 1) // tokens
-            return self.schedule.item_cost + tiles
+            return tiles
+
+        @cute.jit
+        def sum_up_to(self, value: Int32, sWarpSum: cute.Tensor) -> Int32:
+            """Of the values of threads 0 to this one. All threads call it; `sWarpSum` is used once in a launch."""
+            tidx, _, _ = cute.arch.thread_idx()
+            warp, lane = tidx // WARP, tidx % WARP
+            for step in cutlass.range_constexpr(WARP.bit_length() - 1):
+                before = cute.arch.shuffle_sync_up(value, 1 << step)
+                if lane >= 1 << step:
+                    value += before
+            if lane == WARP - 1:
+                sWarpSum[warp] = value
+            cute.arch.sync_threads()
+            for other in cutlass.range_constexpr(PLAN_WARPS - 1):
+                if other < warp:
+                    value += sWarpSum[other]
+            return value
+
+        @cute.jit
+        def longest_piece(self, sTiles: cute.Tensor, sTried: cute.Tensor, batch: Int32, parts: Int32, quantum: Int32) -> Int32:
+            """The least number of tiles whose pieces fit the parts; 0 where none is found. All threads call it."""
+            tidx, _, _ = cute.arch.thread_idx()
+            warp, lane = tidx // WARP, tidx % WARP
+            least = quantum - self.schedule.item_cost  # with less, the pieces cost more than the parts can hold
+            if least < self.schedule.min_quantum:
+                least = Int32(self.schedule.min_quantum)
+            tried, pieces = least + warp, Int32(0)
+            for request in cutlass.range(lane, batch, WARP, unroll=1):
+                pieces += (sTiles[request] + tried - 1) // tried
+            pieces = cute.arch.warp_reduction_sum(pieces)
+            if lane == 0:
+                sTried[warp] = pieces
+            cute.arch.sync_threads()
+            longest = Int32(0)
+            for i in cutlass.range_constexpr(PLAN_WARPS - 1, -1, -1):
+                if sTried[i] <= parts and least + i <= quantum + quantum // SLACK:
+                    longest = least + i
+            return longest
 
         @cute.jit
         def __call__(
@@ -71,13 +117,19 @@ def kernel_class() -> type:
                 cute.arch.griddepcontrol_launch_dependents()
             tidx, _, _ = cute.arch.thread_idx()
             batch, parts = mLength.shape[0], mBoundaries.shape[0] - 1
-            sEnd = smem_allocator().allocate_tensor(Int32, cute.make_layout((PLAN_THREADS,)), byte_alignment=16)
+            allocator = smem_allocator()
+            of_threads, of_warps = cute.make_layout((PLAN_THREADS,)), cute.make_layout((PLAN_WARPS,))
+            sEnd = allocator.allocate_tensor(Int32, of_threads, byte_alignment=16)
+            sTiles = allocator.allocate_tensor(Int32, of_threads, byte_alignment=16)
+            sCosts = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
+            sPieces = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
+            sTried = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
             per_thread = (batch + PLAN_THREADS - 1) // PLAN_THREADS
             first = tidx * per_thread
             last = first + per_thread
             if last > batch:
                 last = batch
-            own = Int32(0)
+            own, tiles = Int32(0), Int32(0)
             for request in cutlass.range(first, last, unroll=1):
                 start, stop = Int32(0), mLength[request]
                 if has_start != 0:
@@ -91,31 +143,37 @@ def kernel_class() -> type:
                     context = Int32(0)
                 mRequests[request, 0] = start
                 mRequests[request, 1] = context
-                own += self.cost(start, context, block_rows)
-            # sEnd[t]: cost of all requests of threads 0..t
-            sEnd[tidx] = own
+                tiles = self.count(start, context, block_rows)
+                own += self.schedule.item_cost + tiles
+            end = self.sum_up_to(own, sCosts)
+            sEnd[tidx], sTiles[tidx] = end, tiles
             cute.arch.sync_threads()
-            for step in cutlass.range_constexpr(PLAN_THREADS.bit_length() - 1):
-                gap = 1 << step
-                before = Int32(0)
-                if tidx >= gap:
-                    before = sEnd[tidx - gap]
-                cute.arch.sync_threads()
-                sEnd[tidx] = sEnd[tidx] + before
-                cute.arch.sync_threads()
             total = sEnd[PLAN_THREADS - 1]
             quantum = (total + parts - 1) // parts
             if quantum < self.schedule.min_quantum:
                 quantum = Int32(self.schedule.min_quantum)
-            begin = sEnd[tidx] - own
-            for request in cutlass.range(first, last, unroll=1):
-                end = begin + self.cost(mRequests[request, 0], mRequests[request, 1], block_rows)
-                first_part = (begin + self.schedule.item_cost) // quantum
-                mRequests[request, 2] = first_part
-                mRequests[request, 3] = (end - 1) // quantum - first_part + 1
-                begin = end
+            longest = Int32(0)  # tiles of a piece of the separate list; 0: contiguous
+            if batch <= parts and batch <= PLAN_THREADS:
+                longest = self.longest_piece(sTiles, sTried, batch, parts, quantum)
+            stride = quantum  # of targets on the line that sEnd measures
+            if longest > 0:
+                own = (tiles + longest - 1) // longest
+                end = self.sum_up_to(own, sPieces)
+                sEnd[tidx] = end
+                if tidx < batch:
+                    mRequests[tidx, 2], mRequests[tidx, 3] = end - own, own
+                cute.arch.sync_threads()
+                total, stride = sEnd[PLAN_THREADS - 1], Int32(1)
+            else:
+                begin = end - own
+                for request in cutlass.range(first, last, unroll=1):
+                    end = begin + self.schedule.item_cost + self.count(mRequests[request, 0], mRequests[request, 1], block_rows)
+                    first_part = (begin + self.schedule.item_cost) // quantum
+                    mRequests[request, 2] = first_part
+                    mRequests[request, 3] = (end - 1) // quantum - first_part + 1
+                    begin = end
             for part in cutlass.range(tidx, parts + 1, PLAN_THREADS, unroll=1):
-                target = part * quantum
+                target = part * stride
                 found, tile = batch, Int32(0)
                 if target < total:
                     owner = Int32(0)  # the thread whose requests hold the target
@@ -127,15 +185,18 @@ def kernel_class() -> type:
                     if owner > 0:
                         begin = sEnd[owner - 1]
                     found = owner * per_thread
-                    for _ in cutlass.range(per_thread - 1, unroll=1):
-                        if found < batch - 1:
-                            end = begin + self.cost(mRequests[found, 0], mRequests[found, 1], block_rows)
-                            if end <= target:
-                                begin = end
-                                found += 1
-                    tile = target - begin - self.schedule.item_cost
-                    if tile < 0:
-                        tile = Int32(0)
+                    if longest > 0:
+                        tile = (part - begin) * sTiles[owner] // (sEnd[owner] - begin)
+                    else:
+                        for _ in cutlass.range(per_thread - 1, unroll=1):
+                            if found < batch - 1:
+                                tiles = self.count(mRequests[found, 0], mRequests[found, 1], block_rows)
+                                if begin + self.schedule.item_cost + tiles <= target:
+                                    begin += self.schedule.item_cost + tiles
+                                    found += 1
+                        tile = target - begin - self.schedule.item_cost
+                        if tile < 0:
+                            tile = Int32(0)
                 mBoundaries[part, 0] = found
                 mBoundaries[part, 1] = tile
 

@@ -67,16 +67,23 @@ def plan_block_attention(
     block_tokens: int = 32,
     item_cost: int = 2,
     min_quantum: int = 2,
+    most_separate: int = 256,
+    most_tried: int = 8,
 ) -> None:
-    """Cut the tiles of a batch into equal parts.
+    """Cut the tiles of a batch into parts.
 
-    The batch is a line of costs: per request item_cost, then one for each tile. Part p begins at cost p * quantum; a cut
-    inside an item_cost falls on the request's first tile.
+    The batch is a line of costs: per request item_cost, then one for each tile. An equal share of it is the quantum.
+    Separate list: a request of n tiles has ceil(n / longest) parts of its own, cut evenly, where `longest` is the least number
+    of tiles with which the parts suffice. It is looked for from quantum - item_cost, as every piece pays item_cost, up to
+    quantum + quantum // 32, as pieces are fewer.
+    Contiguous list, where that finds none: part p begins at cost p * quantum; a cut inside an item_cost falls on the request's
+    first tile.
 
     Args:
         aligned: tiles begin at positions that block_tokens divides, and the block is a tile of its own behind them.
         context_len, context_start: [B], integer; start None is 0. block_rows: S. max_context: tokens a table's row holds.
-        block_tokens: of a tile. item_cost: of a request. min_quantum: least cost of a part.
+        block_tokens: of a tile. item_cost: of a request. min_quantum: least cost of a part, and least `longest`.
+        most_separate: requests; of more, the list is contiguous. most_tried: values of `longest` that are tried.
         requests: [B, 4], int32, written: first position, context tokens, part of the first tile, number of pieces.
         boundaries: [parts + 1, 2], int32, written: the request and tile where each part begins; (B, 0) is the end.
     """
@@ -90,13 +97,24 @@ def plan_block_attention(
             for start, context in zip(starts, contexts, strict=True)
         ]
     quantum = max(min_quantum, -(-sum(item_cost + n for n in tiles) // parts))
+    longest = 0
+    if len(tiles) <= most_separate:
+        least = max(min_quantum, quantum - item_cost)
+        fits = range(least, min(least + most_tried, quantum + quantum // 32 + 1))
+        longest = next((most for most in fits if sum(-(-count // most) for count in tiles) <= parts), 0)
     boundaries[:] = torch.tensor([len(tiles), 0])
-    begin = 0
+    begin = 0  # on the line of costs; of a separate list, in parts
     for request, count in enumerate(tiles):
-        end = begin + item_cost + count
-        for part in range(-(-begin // quantum), -(-end // quantum)):
-            boundaries[part] = torch.tensor([request, max(part * quantum - begin - item_cost, 0)])
-        first = (begin + item_cost) // quantum
-        pieces = (end - 1) // quantum - first + 1
+        if longest:
+            first, pieces = begin, -(-count // longest)
+            begin += pieces
+            for piece in range(pieces):
+                boundaries[first + piece] = torch.tensor([request, piece * count // pieces])
+        else:
+            end = begin + item_cost + count
+            for part in range(-(-begin // quantum), -(-end // quantum)):
+                boundaries[part] = torch.tensor([request, max(part * quantum - begin - item_cost, 0)])
+            first = (begin + item_cost) // quantum
+            pieces = (end - 1) // quantum - first + 1
+            begin = end
         requests[request] = torch.tensor([starts[request], contexts[request], first, pieces])
-        begin = end

@@ -16,6 +16,7 @@ from cute_kernels.block_attention import (
     block_attention,
     config,
     num_parts,
+    plan,
     plan_block_attention,
     reason,
     workspace_shapes,
@@ -158,6 +159,8 @@ BATCHES = {
     "ragged": [0, 1, 63, 64, 65, 4096, 200_000, 31, 25, 24],
     "many": [(37 * i * i) % 3000 for i in range(256)],
     "more-than-threads": [(53 * i) % 700 for i in range(700)],
+    "equal": [8192] * 8,
+    "as-many-as-parts": [700] * 132,
 }
 
 
@@ -288,7 +291,10 @@ def test_twin_and_kernel_plan_with_the_same_numbers() -> None:
         "block_tokens": config.BLOCK_N,
         "item_cost": config.ITEM_COST,
         "min_quantum": config.MIN_QUANTUM,
+        "most_separate": plan.PLAN_THREADS,
+        "most_tried": plan.PLAN_WARPS,
     }
+    assert plan.SLACK == 32  # as the twin has it
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -569,7 +575,7 @@ def test_any_number_of_parts(device: torch.device, num_sms: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 2, 16, 132, 500])
+@pytest.mark.parametrize("parts", [1, 2, 5, 16, 66, 132, 500])
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_device_plans_what_the_twin_plans(device: torch.device, name: str, parts: int) -> None:
     for starts in (None, [(11 * i) % 90 for i in range(len(BATCHES[name]))]):
