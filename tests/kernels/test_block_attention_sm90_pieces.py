@@ -65,7 +65,7 @@ def test_a_merge_waits_for_the_attention(merge: sm90_combine.CombineConfig, tmp_
 # ------------------------------------------------------------------------------------------------------------------- gpu
 def climbing(device: torch.device, step: float, dtype: torch.dtype, tiles: int = 9) -> dict[str, Any]:
     """Scores that rise by `step` powers of two from each tile of 64 tokens to the next (fall where it is negative)."""
-    case = make([64 * tiles + 10], rows=8, heads=8, page_size=64, dtype=dtype, device=device, garbage=(0,))
+    case = make([64 * tiles + 10], rows=8, heads=8, page_size=64, dtype=dtype, device=device, garbage=(0, 0))
     position = torch.arange(64 * tiles + 10, device=device)
     pages, table = case["pages"], case["page_table"][0, : tiles + 1].long()
     case["q"][..., 0] = 1.0
