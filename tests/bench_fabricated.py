@@ -12,12 +12,22 @@ import pytest
 import torch
 
 from cute_kernels.bench import timing
-from cute_kernels.bench.cases import BlockAttentionCase, Case, ContextAppendCase, Inputs, MarkovChainCase, QueryRopeCase
+from cute_kernels.bench.cases import (
+    BlockAttentionCase,
+    Case,
+    ContextAppendCase,
+    FewRowLinearCase,
+    Inputs,
+    MarkovChainCase,
+    QueryRopeCase,
+)
 from cute_kernels.bench.contestants import Contestant
 from cute_kernels.bench.run import CaseResult, run_case
 from cute_kernels.bench.timing import Ceilings
+from cute_kernels.few_row_linear.config import SILU_MUL
 from cute_kernels.reference.block_attention import block_attention
 from cute_kernels.reference.context_append import context_append
+from cute_kernels.reference.few_row_linear import few_row_linear, few_row_silu_mul
 from cute_kernels.reference.markov_chain import markov_chain
 from cute_kernels.reference.query_rope import query_rope
 from cute_kernels.reference.rotation import rotate_half_split
@@ -31,7 +41,10 @@ RAGGED = replace(ATTENTION, context=90, shortest=9)
 APPEND = ContextAppendCase(21, layers=3, page_size=8, latent=32, rotary=16)
 ROPE = QueryRopeCase(3, rows=4, heads=5, rotary=16, nope=8, latent=32)
 CHAIN = MarkovChainCase(5, vocabulary=211, rank=16, steps=4)
-SMALL = {case.kernel: case for case in (ATTENTION, APPEND, ROPE, CHAIN)}
+BY_HEAD = FewRowLinearCase("absorb", 192, 128, rows=3, groups=4, transposed=True)
+FLAT = FewRowLinearCase("down", 72, 256, rows=5)
+GATED = FewRowLinearCase("gate_up", 128, 256, rows=5, form=SILU_MUL)
+SMALL = {case.kernel: case for case in (ATTENTION, APPEND, ROPE, CHAIN, BY_HEAD)}
 
 MACHINE = {
     "device": "NVIDIA H200", "capability": "9.0", "multiprocessors": 132, "memory_bytes": 150 * 10**9, "l2_bytes": L2,
@@ -56,6 +69,8 @@ def answer(case: Any, inputs: Inputs) -> torch.Tensor:
     if case is ROPE:
         query_rope(*(inputs[name] for name in ("rotary", "cos", "sin", "out")))
         return inputs["out"]
+    if isinstance(case, FewRowLinearCase):
+        return few_row_silu_mul(**inputs) if case.form == SILU_MUL else few_row_linear(**inputs)
     return markov_chain(**inputs)
 
 
@@ -171,6 +186,32 @@ def leaves_rows_of_the_pool(case: Any, inputs: Inputs) -> torch.Tensor:
     return found
 
 
+def misses_a_chunk(case: Any, inputs: Inputs) -> torch.Tensor:
+    return answer(case, {name: operand[..., :-64] for name, operand in inputs.items()})
+
+
+def takes_the_neighbours_weight(case: Any, inputs: Inputs) -> torch.Tensor:
+    return answer(case, {**inputs, "weight": inputs["weight"].roll(1, 0)})
+
+
+def gives_a_row_to_another(case: Any, inputs: Inputs) -> torch.Tensor:
+    return answer(case, inputs).roll(1, 0)
+
+
+def leaves_outputs(case: Any, inputs: Inputs) -> torch.Tensor:
+    found = answer(case, inputs)
+    found[-1, ..., -8:] = torch.nan
+    return found
+
+
+def swaps_gate_and_up(case: Any, inputs: Inputs) -> torch.Tensor:
+    return answer(case, {**inputs, "gate": inputs["up"], "up": inputs["gate"]})
+
+
+def forgets_the_silu(case: Any, inputs: Inputs) -> torch.Tensor:
+    return few_row_linear(inputs["x"], inputs["gate"]) * few_row_linear(inputs["x"], inputs["up"])
+
+
 MISTAKES = [
     (ATTENTION, swaps_two_heads, "error"),
     (ATTENTION, leaves_a_row, "64 of 3840 elements are not written"),
@@ -191,4 +232,13 @@ MISTAKES = [
     (CHAIN, biased_by_the_anchor, "of the tokens are wrong"),
     (CHAIN, leaves_a_token, "1 of 20 elements are not written"),
     (CHAIN, one_token_off, "5.0% of the tokens are wrong"),
+    (BY_HEAD, misses_a_chunk, "error"),
+    (BY_HEAD, takes_the_neighbours_weight, "error"),
+    (BY_HEAD, gives_a_row_to_another, "error"),
+    (BY_HEAD, leaves_outputs, "32 of 2304 elements are not written"),
+    (FLAT, misses_a_chunk, "error"),
+    (FLAT, leaves_outputs, "8 of 360 elements are not written"),
+    (GATED, misses_a_chunk, "error"),
+    (GATED, swaps_gate_and_up, "error"),
+    (GATED, forgets_the_silu, "error"),
 ]

@@ -4,7 +4,8 @@ All in bf16. FLOP are those of matrix products: what else there is does not run 
 held against. Bytes are those that must move, each counted once a step. Inputs come in sets, so that a graph of several calls
 does not find what it reads in L2.
 
-B requests, S block rows, H heads, T tokens, L layers, P tokens of a page, W = c + r, V vocabulary, R rank, K steps.
+B requests, S block rows, H heads, T tokens, L layers, P tokens of a page, W = c + r, V vocabulary, R rank, K steps; of a linear
+layer M rows, G groups, N outputs of K.
 """
 
 import math
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+
+from cute_kernels.few_row_linear.config import LINEAR, SILU_MUL
 
 DTYPE, ITEMSIZE = torch.bfloat16, 2
 SPARE_PAGES = 2  # in no table
@@ -277,3 +280,57 @@ class MarkovChainCase:
             }
             for _ in range(count)
         ]
+
+
+@dataclass(frozen=True)
+class FewRowLinearCase:
+    """M rows through a linear layer without bias, or through the inside of a gated MLP.
+
+    Attributes:
+        name: of the product, in a drafter's step. outputs, inner, groups, form, transposed: see
+            `cute_kernels.few_row_linear.Product`.
+    """
+
+    name: str
+    outputs: int
+    inner: int
+    rows: int = 8
+    groups: int = 1
+    form: str = LINEAR
+    transposed: bool = False
+    kernel: ClassVar[str] = "few_row_linear"
+
+    @property
+    def label(self) -> str:
+        groups = "" if self.groups == 1 else f" G={self.groups}"
+        form = "" if self.form == LINEAR else f" {self.form}"
+        return f"{self.name} rows={self.rows}{groups} N={self.outputs} K={self.inner}{form}{' transposed' * self.transposed}"
+
+    @property
+    def _weights(self) -> int:
+        """Elements: G * N * K, twice for a gated MLP, which has two of them."""
+        return (2 if self.form == SILU_MUL else 1) * self.groups * self.outputs * self.inner
+
+    @property
+    def flop(self) -> int:
+        """2 * M * G * N * K for each weight."""
+        return 2 * self.rows * self._weights
+
+    @property
+    def bytes(self) -> int:
+        """G * N * K elements of each weight, M * G * (K + N) of rows and results."""
+        return ITEMSIZE * (self._weights + self.rows * self.groups * (self.inner + self.outputs))
+
+    def sets(self, count: int, device: torch.device) -> list[Inputs]:
+        """`weight`, or `gate` and `up`, are so small that a product is about 1: of large ones SiLU makes what ReLU does."""
+        source = Source(device)
+        lead = (self.groups,) if self.groups > 1 or self.transposed else ()
+        stored = (self.inner, self.outputs) if self.transposed else (self.outputs, self.inner)
+        found = []
+        for _ in range(count):
+            inputs = {"x": source.normal(self.rows, *lead, self.inner)}
+            for name in ("gate", "up") if self.form == SILU_MUL else ("weight",):
+                weight = source.normal(*lead, *stored).mul_(self.inner**-0.5)
+                inputs[name] = weight.mT if self.transposed else weight
+            found.append(inputs)
+        return found

@@ -14,10 +14,19 @@ import torch
 import torch.nn.functional as F
 
 from cute_kernels.bench import flash_mla, flashinfer_mla
-from cute_kernels.bench.cases import BlockAttentionCase, ContextAppendCase, Inputs, MarkovChainCase, QueryRopeCase
+from cute_kernels.bench.cases import (
+    BlockAttentionCase,
+    ContextAppendCase,
+    FewRowLinearCase,
+    Inputs,
+    MarkovChainCase,
+    QueryRopeCase,
+)
 from cute_kernels.block_attention import BlockAttentionConfig, BlockAttentionWorkspace, block_attention, plan_block_attention
 from cute_kernels.block_attention.config import pick_schedule
 from cute_kernels.context_append import context_append
+from cute_kernels.few_row_linear import few_row_linear, few_row_silu_mul
+from cute_kernels.few_row_linear.config import SILU_MUL
 from cute_kernels.markov_chain import markov_chain
 from cute_kernels.query_rope import query_rope
 from cute_kernels.support import arch_name
@@ -181,6 +190,23 @@ def torch_chain(case: MarkovChainCase, sets: list[Inputs]) -> list[Call]:
     return [partial(call, inputs) for inputs in sets]
 
 
+def our_linear(case: FewRowLinearCase, sets: list[Inputs]) -> list[Call]:
+    product: Callable[..., torch.Tensor] = few_row_silu_mul if case.form == SILU_MUL else few_row_linear
+    return [partial(product, **inputs) for inputs in sets]
+
+
+def torch_linear(case: FewRowLinearCase, sets: list[Inputs]) -> list[Call]:
+    """One product, batched where groups have weights of their own; for a gated MLP two, SiLU and a multiplication."""
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight) if weight.ndim == 2 else torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
+
+    def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+    return [partial(gated if case.form == SILU_MUL else linear, **inputs) for inputs in sets]
+
+
 ANGLES_MADE = "The complex angles are made outside the clock."
 EACH_CALL, ONCE = "each call", "once"
 FLASHMLA = "finds the block's latents in its pages: writing them there is not in the clock."
@@ -256,5 +282,18 @@ CONTESTANTS: dict[str, tuple[Contestant, ...]] = {
         Contestant("ours", our_chain, ours=True),
         Contestant("ours, portable", partial(our_chain, schedule="portable"), ours=True),
         Contestant("torch", torch_chain, note="linear in bf16, addition in place, argmax, for each step."),
+    ),
+    "few_row_linear": (
+        Contestant(
+            "ours",
+            our_linear,
+            ours=True,
+            note="A launch fetches its first weights while the one before it ends, as in a step.",
+        ),
+        Contestant(
+            "torch",
+            torch_linear,
+            note="linear, or bmm whose result lies group by group; for a gated MLP silu(linear) * linear.",
+        ),
     ),
 }

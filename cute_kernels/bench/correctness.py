@@ -3,22 +3,36 @@
 A result's buffer is NaN before (-1 where it holds tokens). Afterwards every element that has to be written must be finite,
 every other one untouched, and the worst row must be within twice the error of plain torch in the same dtype, plus half a unit
 in the last place. Errors of a row are relative: |found - truth| / |truth|, Euclidean, against the twin in fp32. Rows and not
-whole tensors, so that one wrong head or one lost token shows. Runs on any device.
+whole tensors, so that one wrong head or one lost token shows; a linear layer's rows in tiles of TILE outputs. Runs on any
+device.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cute_kernels.bench.cases import DTYPE, BlockAttentionCase, Case, ContextAppendCase, Inputs, MarkovChainCase, QueryRopeCase
+from cute_kernels.bench.cases import (
+    DTYPE,
+    BlockAttentionCase,
+    Case,
+    ContextAppendCase,
+    FewRowLinearCase,
+    Inputs,
+    MarkovChainCase,
+    QueryRopeCase,
+)
+from cute_kernels.few_row_linear.config import SILU_MUL
 from cute_kernels.reference.block_attention import block_attention
 from cute_kernels.reference.context_append import context_append
+from cute_kernels.reference.few_row_linear import few_row_linear, few_row_silu_mul
 from cute_kernels.reference.markov_chain import markov_chain
 from cute_kernels.reference.query_rope import query_rope
 
 FEW = 4  # requests that are all compared; of more, the first, the middle one, the last, the longest and the shortest
+TILE = 64  # outputs of a linear layer that are compared together: in a whole row one wrong tile of thousands would not show
 ROUNDING = torch.finfo(DTYPE).eps / 2
 Pick = Callable[[torch.Tensor], torch.Tensor]
 """From a result to a part of it."""
@@ -184,9 +198,21 @@ def _markov_chain(case: MarkovChainCase, inputs: Inputs) -> Yardstick:
     return Yardstick(f"all {case.batch * case.steps} tokens", markov_chain(**inputs), lambda result: result, 0.0, 0.0)
 
 
+def _few_row_linear(case: FewRowLinearCase, inputs: Inputs) -> Yardstick:
+    twin: Callable[..., torch.Tensor] = few_row_silu_mul if case.form == SILU_MUL else few_row_linear
+    tile = math.gcd(case.outputs, TILE)
+
+    def rows(result: torch.Tensor) -> torch.Tensor:
+        return result.reshape(-1, tile)
+
+    truth = twin(**{name: x.float() for name, x in inputs.items()})
+    return _bounded(f"all {case.rows * case.groups} rows, {tile} outputs at a time", rows(truth), rows(twin(**inputs)), rows)
+
+
 YARDSTICKS: dict[str, Callable[[Any, Inputs], Yardstick]] = {
     "block_attention": _block_attention,
     "context_append": _context_append,
     "query_rope": _query_rope,
     "markov_chain": _markov_chain,
+    "few_row_linear": _few_row_linear,
 }

@@ -1,12 +1,20 @@
 """Which cases a suite holds, and what is asked of ours there. Shapes of Kimi-K3's MLA drafter: 64 heads or a rank's share.
 
-`kernels` is a look at every kernel. `hopper` is for one H200: `block_attention` beside the two peers that count there, over the
-context for the plot, and the Markov chain.
+`kernels` is a look at every kernel; its linear layers are built for Hopper alone. `hopper` is for one H200: `block_attention`
+beside the two peers that count there, over the context for the plot, the Markov chain, and the linear layers of a step.
 """
 
 from dataclasses import dataclass
 
-from cute_kernels.bench.cases import BlockAttentionCase, Case, ContextAppendCase, MarkovChainCase, QueryRopeCase
+from cute_kernels.bench.cases import (
+    BlockAttentionCase,
+    Case,
+    ContextAppendCase,
+    FewRowLinearCase,
+    MarkovChainCase,
+    QueryRopeCase,
+)
+from cute_kernels.few_row_linear.config import SILU_MUL
 
 BEST_PEER, FLOOR = "the best peer", "the floor"
 
@@ -37,6 +45,23 @@ class Suite:
     left_out: frozenset[tuple[str, str]] = frozenset()
 
 
+def products(rows: int) -> tuple[FewRowLinearCase, ...]:
+    """Every linear layer of a step of so many rows."""
+    return (
+        FewRowLinearCase("q_a", 1536, 7168, rows),
+        FewRowLinearCase("kv_a", 576, 7168, rows),
+        FewRowLinearCase("q_b", 12288, 1536, rows),
+        FewRowLinearCase("absorb", 512, 128, rows, groups=64, transposed=True),
+        FewRowLinearCase("unabsorb", 128, 512, rows, groups=64),
+        FewRowLinearCase("o", 7168, 8192, rows),
+        FewRowLinearCase("gate_up", 14336, 7168, rows, form=SILU_MUL),
+        FewRowLinearCase("down", 7168, 14336, rows),
+        FewRowLinearCase("context_proj", 7168, 35840, rows),
+        FewRowLinearCase("context_latents", 2880, 7168, rows),
+        FewRowLinearCase("head", 163840, 7168, rows),
+    )
+
+
 KERNELS: tuple[Case, ...] = (
     BlockAttentionCase(1, 1024),
     BlockAttentionCase(1, 8192),
@@ -51,6 +76,7 @@ KERNELS: tuple[Case, ...] = (
     QueryRopeCase(1),
     QueryRopeCase(64),
     *(MarkovChainCase(batch) for batch in (1, 8, 64)),
+    *(case for case in products(8) if case.name in ("q_b", "gate_up", "head")),
 )
 HOPPER_TARGETS = (
     Target(BlockAttentionCase(8, 65536), 1.0),
@@ -83,6 +109,8 @@ HOPPER: tuple[Case, ...] = (
     BlockAttentionCase(64, 8192, heads=12),
     *SWEEP,
     *(MarkovChainCase(batch) for batch in (8, 16, 32, 128, 256)),
+    *products(8),
+    *products(16),
 )
 SUITES = {
     "kernels": Suite(KERNELS),

@@ -2,12 +2,21 @@
 
 import pytest
 import torch
-from bench_fabricated import APPEND, ATTENTION, CPU, H200, RAGGED
+from bench_fabricated import APPEND, ATTENTION, BY_HEAD, CPU, GATED, H200, L2, RAGGED
+from published import INFERACT
 
-from cute_kernels.bench import report
-from cute_kernels.bench.cases import BlockAttentionCase, Case, ContextAppendCase, MarkovChainCase, QueryRopeCase
+from cute_kernels.bench import report, timing
+from cute_kernels.bench.cases import (
+    BlockAttentionCase,
+    Case,
+    ContextAppendCase,
+    FewRowLinearCase,
+    MarkovChainCase,
+    QueryRopeCase,
+)
 from cute_kernels.bench.contestants import CONTESTANTS
-from cute_kernels.bench.suites import BEST_PEER, SUITES, select
+from cute_kernels.bench.suites import BEST_PEER, SUITES, products, select
+from cute_kernels.few_row_linear.config import MAX_ROWS, SILU_MUL, Product
 
 
 @pytest.mark.parametrize(
@@ -28,6 +37,10 @@ from cute_kernels.bench.suites import BEST_PEER, SUITES, select
         (QueryRopeCase(1), "0.03"),
         (MarkovChainCase(1), "137"),
         (MarkovChainCase(64), "171"),
+        (FewRowLinearCase("q_b", 12288, 1536), "8.8"),
+        (FewRowLinearCase("absorb", 512, 128, groups=64, transposed=True), "2.1"),
+        (FewRowLinearCase("gate_up", 14336, 7168, form=SILU_MUL), "95.7"),
+        (FewRowLinearCase("head", 163840, 7168), "547"),
     ],
     ids=lambda value: getattr(value, "label", ""),
 )
@@ -49,6 +62,11 @@ def test_bytes_and_flop_by_hand() -> None:
     assert (QueryRopeCase(2).flop, QueryRopeCase(2).bytes) == (0, 16 * (4 * 64 * 64 + 4 * 64))
     assert MarkovChainCase(8).flop == 2 * 8 * 7 * 163_840 * 256
     assert MarkovChainCase(8).bytes == 7 * 163_840 * (256 + 8) * 2
+    by_head = FewRowLinearCase("absorb", 512, 128, rows=3, groups=64, transposed=True)
+    assert by_head.flop == 2 * 3 * 64 * 512 * 128
+    assert by_head.bytes == 2 * (64 * 512 * 128 + 3 * 64 * (512 + 128))
+    gated = FewRowLinearCase("gate_up", 14336, 7168, rows=3, form=SILU_MUL)
+    assert (gated.flop, gated.bytes) == (2 * 2 * 3 * 14336 * 7168, 2 * (2 * 14336 * 7168 + 3 * (14336 + 7168)))
 
 
 def test_the_suite_holds_the_shapes_it_promises() -> None:
@@ -67,6 +85,9 @@ def test_the_suite_holds_the_shapes_it_promises() -> None:
         assert all(case.kernel in CONTESTANTS for case in cases)
         assert len({f"{case.kernel} {case.label}" for case in cases}) == len(cases)
     assert [case.label for case in select("kernels", "rope rows=512")] == ["rows=512 H=64"]
+    assert [case.label for case in select("kernels", "gate_up")] == ["gate_up rows=8 N=14336 K=7168 silu_mul"]
+    assert select("hopper", "unabsorb rows=16")[0].label == "unabsorb rows=16 G=64 N=128 K=512"
+    assert select("hopper", " absorb rows=8")[0].label == "absorb rows=8 G=64 N=512 K=128 transposed"
 
 
 def test_the_hopper_suite_asks_what_it_promises_and_holds_all_it_asks() -> None:
@@ -84,6 +105,55 @@ def test_the_hopper_suite_asks_what_it_promises_and_holds_all_it_asks() -> None:
     assert {f"B=64 context=8192 H=64 S=8 P={page_size}" for page_size in (32, 128)} <= cases
     entered = {(kernel, contestant.name) for kernel, group in CONTESTANTS.items() for contestant in group}
     assert suite.left_out < entered and not any(name.startswith("flashmla") or name == "ours" for _, name in suite.left_out)
+
+
+def test_the_linear_layers_are_those_of_the_published_draft() -> None:
+    """Fails when a shape is not the draft's, when the kernel does not take it, or when a suite lacks what it promises."""
+    draft = INFERACT
+    hidden, inside, heads, latent = (
+        draft[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "kv_lora_rank")
+    )
+    nope, rotary, value = (draft[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    expected = {
+        "q_a": Product(draft["q_lora_rank"], hidden),
+        "kv_a": Product(latent + rotary, hidden),
+        "q_b": Product(heads * (nope + rotary), draft["q_lora_rank"]),
+        "absorb": Product(latent, nope, heads, transposed=True),
+        "unabsorb": Product(value, latent, heads),
+        "o": Product(hidden, heads * value),
+        "gate_up": Product(inside, hidden, form=SILU_MUL),
+        "down": Product(hidden, inside),
+        "context_proj": Product(hidden, len(draft["target_layer_ids"]) * draft["target_hidden_size"]),
+        "context_latents": Product(draft["num_hidden_layers"] * (latent + rotary), hidden),
+        "head": Product(draft["vocab_size"], hidden),
+    }
+    found = {case.name: Product(case.outputs, case.inner, case.groups, case.form, case.transposed) for case in products(8)}
+    assert found == expected and all(product.reason() is None for product in found.values())
+    held = {
+        suite: [(case.name, case.rows) for case in SUITES[suite].cases if isinstance(case, FewRowLinearCase)]
+        for suite in SUITES
+    }
+    assert held["kernels"] == [("q_b", 8), ("gate_up", 8), ("head", 8)]
+    assert held["hopper"] == [(name, rows) for rows in (8, MAX_ROWS) for name in expected]
+
+
+def test_weights_are_cold_and_the_largest_are_there_but_twice() -> None:
+    """Fails when a graph's calls find weights in L2, or when the head, 2.35 GB, has more sets than the least."""
+    for case in products(8):
+        count, weights = timing.num_sets(case.bytes, L2), case.bytes - 2 * 8 * case.groups * (case.inner + case.outputs)
+        assert count * weights >= 1.8 * L2  # sets hold rows and results too
+        assert count == timing.MIN_SETS or count * case.bytes < 3 * L2, case.label
+
+
+def test_a_linear_layers_weights_lie_as_a_checkpoint_has_them_and_keep_a_products_size() -> None:
+    first, second = BY_HEAD.sets(2, CPU)
+    assert first["x"].shape == (3, 4, 128) and first["weight"].shape == (4, 192, 128)
+    assert first["weight"].stride() == (192 * 128, 1, 192)
+    assert not torch.equal(first["weight"], second["weight"])
+    gated = GATED.sets(1, CPU)[0]
+    assert list(gated) == ["x", "gate", "up"] and gated["up"].is_contiguous() and not torch.equal(gated["gate"], gated["up"])
+    for weight in (gated["gate"], gated["up"]):
+        assert 0.8 < float((gated["x"].float() @ weight.float().T).std()) < 1.25
 
 
 def test_ragged_lengths_are_log_uniform_and_the_same_in_every_run() -> None:

@@ -15,10 +15,18 @@ from bench_fabricated import ATTENTION, CPU, H200, MACHINE, ROPE, SMALL, Answer,
 
 from cute_kernels.bench import __main__ as command
 from cute_kernels.bench import machine, timing
-from cute_kernels.bench.cases import BlockAttentionCase, ContextAppendCase, MarkovChainCase, QueryRopeCase
+from cute_kernels.bench.cases import (
+    BlockAttentionCase,
+    Case,
+    ContextAppendCase,
+    FewRowLinearCase,
+    MarkovChainCase,
+    QueryRopeCase,
+)
 from cute_kernels.bench.contestants import CONTESTANTS
 from cute_kernels.bench.suites import SUITES, Suite
 from cute_kernels.bench.timing import Ceilings
+from cute_kernels.few_row_linear.config import SILU_MUL
 
 
 @pytest.fixture
@@ -127,8 +135,11 @@ def test_the_module_runs_and_imports_neither_drafter_nor_peers() -> None:
 
 @pytest.mark.gpu
 def test_the_command_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = (BlockAttentionCase(2, 130, heads=8), ContextAppendCase(40), QueryRopeCase(2), MarkovChainCase(3, vocabulary=4099))
-    monkeypatch.setitem(SUITES, "kernels", Suite(cases))
+    cases: list[Case] = [BlockAttentionCase(2, 130, heads=8), ContextAppendCase(40), QueryRopeCase(2)]
+    cases.append(MarkovChainCase(3, vocabulary=4099))
+    if torch.cuda.get_device_capability() == (9, 0):  # no other part has these
+        cases += [FewRowLinearCase("unabsorb", 128, 512, groups=8), FewRowLinearCase("gate_up", 512, 1024, form=SILU_MUL)]
+    monkeypatch.setitem(SUITES, "kernels", Suite(tuple(cases)))
     for kernel, entered in list(CONTESTANTS.items()):  # FlashInfer may have to be compiled for minutes
         monkeypatch.setitem(CONTESTANTS, kernel, tuple(contestant for contestant in entered if contestant.package is None))
     tables = tmp_path / "a.md"

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from bench_fabricated import ATTENTION, CPU, MISTAKES, RAGGED, SMALL, Answer, answer, of, run_case_untimed
+from bench_fabricated import ATTENTION, BY_HEAD, CPU, FLAT, GATED, MISTAKES, RAGGED, SMALL, Answer, answer, of, run_case_untimed
 
-from cute_kernels.bench.cases import BlockAttentionCase
+from cute_kernels.bench import contestants
+from cute_kernels.bench.cases import BlockAttentionCase, FewRowLinearCase
 from cute_kernels.bench.contestants import CONTESTANTS
-from cute_kernels.bench.correctness import Verdict, judge, poison, worst_row, yardstick
-from cute_kernels.bench.run import RIGHT
+from cute_kernels.bench.correctness import ROUNDING, Verdict, judge, poison, worst_row, yardstick
+from cute_kernels.bench.run import FAILED, RIGHT, WRONG
 from cute_kernels.reference.block_attention import block_attention
+from cute_kernels.reference.few_row_linear import few_row_linear, few_row_silu_mul
 
 
 def verdict_of(case: Any, answer: Answer) -> Verdict:
@@ -22,18 +24,34 @@ def verdict_of(case: Any, answer: Answer) -> Verdict:
     return judge(held, answer(case, inputs))
 
 
-@pytest.mark.parametrize("case", [*SMALL.values(), RAGGED], ids=lambda case: f"{case.kernel} {case.label}")
+@pytest.mark.parametrize("case", [*SMALL.values(), RAGGED, FLAT, GATED], ids=lambda case: f"{case.kernel} {case.label}")
 def test_the_gate_passes_the_twin(case: Any) -> None:
     verdict = verdict_of(case, answer)
     assert verdict.complaint is None and verdict.error is not None
     assert verdict.error <= verdict.baseline + 2**-8
 
 
-@pytest.mark.parametrize("kernel", SMALL)
-def test_the_gate_passes_plain_torch(kernel: str) -> None:
-    case, (peer,) = SMALL[kernel], [c for c in CONTESTANTS[kernel] if c.name == "torch"]
+@pytest.mark.parametrize("case", [*SMALL.values(), FLAT, GATED], ids=lambda case: f"{case.kernel} {case.label}")
+def test_the_gate_passes_plain_torch(case: Any) -> None:
+    (peer,) = [c for c in CONTESTANTS[case.kernel] if c.name == "torch"]
     outcome = run_case_untimed(case, of(answer), peer).outcomes[1]
     assert (outcome.status, outcome.reason) == (RIGHT, None)
+
+
+@pytest.mark.parametrize("case", [BY_HEAD, FLAT, GATED], ids=lambda case: case.label)
+def test_our_linear_layer_is_given_what_the_case_says(case: FewRowLinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twins stand for the kernels. Fails when the wrong one of the two is called, or with another set's operands."""
+    ours = CONTESTANTS["few_row_linear"][0]
+    seen: list[str] = []
+    for linear, gated in (
+        (few_row_linear, few_row_silu_mul),
+        (few_row_silu_mul, few_row_linear),  # controls
+        (lambda x, weight: 2 * few_row_linear(x, weight), lambda x, gate, up: few_row_silu_mul(x, up, gate)),
+    ):
+        monkeypatch.setattr(contestants, "few_row_linear", linear)
+        monkeypatch.setattr(contestants, "few_row_silu_mul", gated)
+        seen.append(run_case_untimed(case, ours).outcomes[0].status)
+    assert seen == [RIGHT, FAILED, WRONG]
 
 
 @pytest.mark.parametrize(("case", "wrong", "said"), MISTAKES, ids=lambda value: getattr(value, "__name__", None))
@@ -53,6 +71,20 @@ def test_control_a_lost_token_of_a_long_context_is_noticed() -> None:
     assert judge(held, block_attention(**given, context_len=last + 1)).complaint is None
     assert "error" in str(judge(held, block_attention(**given, context_len=last)).complaint)
     assert "error" in str(judge(held, block_attention(**given, context_len=last + 1, context_start=first)).complaint)
+
+
+def test_control_a_tile_of_a_wide_linear_layer_that_misses_some_of_k_is_noticed() -> None:
+    """64 outputs of 16,384 without the last 8 products of 2,048: fails when the rows are compared whole."""
+    case = FewRowLinearCase("head", 16384, 2048, rows=2)
+    inputs = case.sets(1, CPU)[0]
+    held = yardstick(case, inputs)
+    right = answer(case, inputs)
+    assert judge(held, right).complaint is None
+    found = right.clone()
+    found[1, 640:704] = inputs["x"][1, :-8] @ inputs["weight"][640:704, :-8].T
+    assert "error" in str(judge(held, found).complaint)
+    truth = held.truth.view_as(right)
+    assert worst_row(found, truth) <= 2 * worst_row(right, truth) + ROUNDING  # whole rows: too weak a mistake to show
 
 
 def test_the_worst_row_by_hand() -> None:
