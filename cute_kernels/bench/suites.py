@@ -76,7 +76,6 @@ KERNELS: tuple[Case, ...] = (
     QueryRopeCase(1),
     QueryRopeCase(64),
     *(MarkovChainCase(batch) for batch in (1, 8, 64)),
-    *(case for case in products(8) if case.name in ("q_b", "gate_up", "head")),
 )
 HOPPER_TARGETS = (
     Target(BlockAttentionCase(8, 65536), 1.0),

@@ -85,7 +85,7 @@ def test_the_suite_holds_the_shapes_it_promises() -> None:
         assert all(case.kernel in CONTESTANTS for case in cases)
         assert len({f"{case.kernel} {case.label}" for case in cases}) == len(cases)
     assert [case.label for case in select("kernels", "rope rows=512")] == ["rows=512 H=64"]
-    assert [case.label for case in select("kernels", "gate_up")] == ["gate_up rows=8 N=14336 K=7168 silu_mul"]
+    assert select("hopper", "gate_up rows=8")[0].label == "gate_up rows=8 N=14336 K=7168 silu_mul"
     assert select("hopper", "unabsorb rows=16")[0].label == "unabsorb rows=16 G=64 N=128 K=512"
     assert select("hopper", " absorb rows=8")[0].label == "absorb rows=8 G=64 N=512 K=128 transposed"
 
@@ -133,7 +133,7 @@ def test_the_linear_layers_are_those_of_the_published_draft() -> None:
         suite: [(case.name, case.rows) for case in SUITES[suite].cases if isinstance(case, FewRowLinearCase)]
         for suite in SUITES
     }
-    assert held["kernels"] == [("q_b", 8), ("gate_up", 8), ("head", 8)]
+    assert held["kernels"] == []  # it is for every GPU
     assert held["hopper"] == [(name, rows) for rows in (8, MAX_ROWS) for name in expected]
 
 
