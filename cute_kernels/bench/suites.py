@@ -1,7 +1,7 @@
 """Which cases a suite holds, and what is asked of ours there. Shapes of Kimi-K3's MLA drafter: 64 heads or a rank's share.
 
-`kernels` is a look at every kernel; its linear layers are built for Hopper alone. `hopper` is for one H200: `block_attention`
-beside the two peers that count there, over the context for the plot, the Markov chain, and the linear layers of a step.
+`kernels` is a look at the kernels that every GPU has. `hopper` is for one H200: `block_attention` beside the two peers that
+count there, over the context for the plot, the Markov chain, and the linear layers of a step.
 """
 
 from dataclasses import dataclass
