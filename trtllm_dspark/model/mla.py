@@ -141,7 +141,7 @@ class MLADSparkForCausalLM(HostWorkerContract):
         self.use_backend(backend)
 
     def use_backend(self, backend: BackendChoice) -> None:
-        """Compute with the operations of this backend from now on."""
+        """Compute with the operations of this backend from now on. A `DraftContext` keeps the append that it was made with."""
         self.backend = backend
         for module in self.modules():
             if isinstance(module, RMSNorm):
