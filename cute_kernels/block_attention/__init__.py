@@ -9,7 +9,7 @@ which all layers share; the pieces are merged in a second launch.
 
     config.py     tiles, configuration, number of parts          plan.py      the work list
     portable.py   the attention, sm_80 and later                 combine.py   merging of pieces
-    sm90.py       the attention on Hopper, with sm90_kernel.py, sm90_roles.py, sm90_tiles.py and sm90_ptx.py
+    sm90.py       the attention on Hopper, with sm90_kernel.py and what it names; sm90_combine.py merges its pieces
     operands.py   what both are compiled against
     workspace.py  buffers of a step and the plan's launch        launch.py    the public function and its op
 
