@@ -41,7 +41,7 @@ def gate_configs() -> list[tuple[Any, ...]]:
         ),
         *((f"{combine.COMBINE} c={c.value_width} {c.dtype}", partial(combine.compile_for, c)) for c in merges),
         *(
-            (f"{sm90_combine.COMBINE} sharing={c.sharing} {c.dtype}", partial(sm90_combine.compile_for, c), ("sm_90a",))
+            (f"{sm90_combine.COMBINE} {sm90_combine.label(c)}", partial(sm90_combine.compile_for, c), ("sm_90a",))
             for c in sm90_combine.configs(512, "bfloat16")
         ),
         (planning.PLAN, partial(planning.compile_for, PORTABLE)),
@@ -94,7 +94,7 @@ def block_attention(
         pages: [num_pages, P, W], one layer's view, each page contiguous and 16-byte aligned; P 16, 32, 64 or 128.
         page_table: [B, max_pages], int32, last dim contiguous.
         context_len, context_start: [B], int32, see `plan_block_attention`.
-        scale: softmax scale. value_width: c, a multiple of 64 up to 512. layer: which layer, for messages.
+        scale: softmax scale, above 0. value_width: c, a multiple of 64 up to 512. layer: which layer, for messages.
         plan: what `plan_block_attention` returned for these lengths; its lengths are the ones that count. None plans here.
         out: [B, S, H, c] in q's dtype, contiguous; written. lse: [B, S, H], fp32, contiguous; written. None allocates.
         return_lse: also return lse: log2 of the sum of exponentials.
@@ -107,6 +107,10 @@ def block_attention(
     Numerics: fp32 scores, softmax and sums; probabilities are rounded to q's dtype for the value product.
     """
     _check(q, block_latents, pages, page_table, context_len, value_width, layer)
+    if not scale > 0:
+        raise KernelError(
+            f"{NAME} of layer {layer}: a scale above 0 is required, it is {scale}. Masked scores are -inf times it."
+        )
     why = reason(q, pages, value_width)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME} of layer {layer}: {why}. Use cute_kernels.reference.block_attention.")

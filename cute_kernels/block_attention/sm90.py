@@ -25,8 +25,9 @@ its sums between the two products of every pair, and wait for the first to retir
 tiles is seldom, that is what happens.
 
 The fetching warp follows the table and fills a buffer's halves (columns 0..255, and 256..575) as they are released, left's by
-left, right's by right. Where many row tiles read the same pages, each block also asks its slice of the next two tiles into L2,
-so that a copy finds them there. Registers are moved from its warpgroup to the other two.
+left, right's by right. Where many row tiles read the same pages, each block also asks its slice of the next two tiles of a
+request into L2, so that a copy finds them there; only the first two come unasked. Registers are moved from its warpgroup to
+the other two.
 
 Why no barrier is overrun: a warpgroup arrives at one for the second time only after it has waited for another at which the
 other warpgroup arrived after it had waited for the first: FIRST(n) < SECOND(n) < FIRST(n + 1). Where SECOND is left out the

@@ -48,6 +48,11 @@ def configs(value_width: int, dtype: str) -> tuple[CombineConfig, ...]:
     return tuple(CombineConfig(value_width, dtype, sharing, by_request) for sharing, by_request in cases)
 
 
+def label(config: CombineConfig) -> str:
+    """In the compile gate's table."""
+    return f"sharing={config.sharing} by={'request' if config.by_request else 'part'} {config.dtype}"
+
+
 def kernel_class() -> type:
     """The kernel; imports the compiler."""
     import cutlass

@@ -14,6 +14,7 @@ from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
 from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, HALF, finish, left, right, score
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, LOWEST, RIGHT
+from cute_kernels.ptx import wait
 
 
 @cute.jit
@@ -107,7 +108,7 @@ def compute(
         far = pairs - 1 - (end - begin) % 2
         if far < plain:
             far = plain
-        ptx.wait(c.landed_q, phase_q)
+        wait(c.landed_q, phase_q)
         phase_q = phase_q ^ 1
         cute.copy(load, copy_q.partition_S(c.sP1), copy_q.retile(rQ))
         # The rotary part is in registers: P1 may take its place

@@ -12,6 +12,7 @@ from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
 from cute_kernels.block_attention.sm90_tiles import CHUNK_BYTES, CHUNKS, LEFT, RIGHT
+from cute_kernels.ptx import wait
 
 ROW_BYTES = CHUNKS * SEGMENT * 2
 AHEAD = 4  # row tiles that share a request's pages, from which on these are asked into L2 ahead; with fewer it is slower
@@ -34,7 +35,7 @@ def slice_of(box: cutlass.Constexpr[int], row_tile: Int32):
 @cute.jit
 def fetch_queries(f: SimpleNamespace, request: Int32, phase: Int32):
     """The queries of a request's row tile, when those of the one before are done with."""
-    ptx.wait(f.free_q, phase)
+    wait(f.free_q, phase)
     ptx.expect_bytes(f.landed_q.toint(), CHUNKS * CHUNK_BYTES)
     for c in cutlass.range_constexpr(CHUNKS):
         target = f.queries_at + c * CHUNK_BYTES
@@ -58,7 +59,7 @@ def fill(
     tensor_map = f.map_pages
     if rTicket[0] < 0:
         tensor_map = f.map_block
-    ptx.wait(f.free + (2 * stage + half), phase)
+    wait(f.free + (2 * stage + half), phase)
     for i in cutlass.range_constexpr(boxes):
         row, index = (rTicket[i] & (per_page - 1)) * box, rTicket[i] >> shift
         if rTicket[0] < 0:

@@ -3,33 +3,10 @@
 import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import cute_nvgpu, llvm
+from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-
-def _asm(text, constraints, *operands, loc=None, ip=None):
-    llvm.inline_asm(
-        None,
-        list(operands),
-        text,
-        constraints,
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
-def wait(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> None:
-    """Wait for a phase of a barrier in shared memory. It spins: `mbarrier_wait` of the DSL sleeps between two looks."""
-    text = (
-        "{\n\t.reg .pred P1;\n\tLAB_WAIT:\n\tmbarrier.try_wait.parity.shared::cta.b64 P1, [$0], $1;\n\t"
-        "@P1 bra.uni DONE;\n\tbra.uni LAB_WAIT;\n\tDONE:\n\t}"
-    )
-    address = barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
-    _asm(text, "r,r,~{memory}", address, Int32(phase).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+from cute_kernels.ptx import asm
 
 
 @dsl_user_op
@@ -39,7 +16,7 @@ def copy_box(
     """Copy one box of a 3-D tensor map to shared memory, addresses as numbers; one thread issues it."""
     text = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4}], [$5];"
     ints = [Int32(x).ir_value(loc=loc, ip=ip) for x in (column, row, index, barrier)]
-    _asm(
+    asm(
         text,
         "r,l,r,r,r,r,~{memory}",
         Int32(target).ir_value(loc=loc, ip=ip),
@@ -61,7 +38,7 @@ def map_address(atom: cute.CopyAtom, barrier: cute.Pointer, *, loc=None, ip=None
 @dsl_user_op
 def expect_bytes(barrier: Int32, size: Int32, *, loc=None, ip=None) -> None:
     """Arrive at a barrier and announce bytes; one thread does."""
-    _asm(
+    asm(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
         "r,r,~{memory}",
         Int32(barrier).ir_value(loc=loc, ip=ip),
@@ -76,13 +53,13 @@ def arrive(barrier: cute.Pointer, is_one: cutlass.Boolean, *, loc=None, ip=None)
     """Arrive at a barrier in shared memory, in the threads for which `is_one` holds; no branch."""
     address = barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
     text = "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t@P1 mbarrier.arrive.shared::cta.b64 _, [$0];\n\t}"
-    _asm(text, "r,r,~{memory}", address, Int32(is_one).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+    asm(text, "r,r,~{memory}", address, Int32(is_one).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
 
 
 @dsl_user_op
 def ask_ahead(address: Int64, size: Int32, *, loc=None, ip=None) -> None:
     """Ask for bytes of global memory into L2; both are multiples of 16."""
-    _asm(
+    asm(
         "cp.async.bulk.prefetch.L2.global [$0], $1;",
         "l,r,~{memory}",
         Int64(address).ir_value(loc=loc, ip=ip),

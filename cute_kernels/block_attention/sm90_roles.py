@@ -14,6 +14,7 @@ from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SM90_BLOCK, SM90_UNIT
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, RIGHT
+from cute_kernels.ptx import wait
 
 COMPUTING = 256  # threads of the two warpgroups
 FIRST, SECOND, BOTH = 1, 2, 3  # named barriers; 6 and 7 belong to one warpgroup each
@@ -24,7 +25,7 @@ UNITS_OF_WARP = HALF // 8  # see `SM90_UNITS`
 def score(k: SimpleNamespace, phase: Int32, stage: int, chunks: tuple, clear: bool = True) -> None:
     """Issue the scores of a tile, chunk by chunk as they land; each chunk is a group of products."""
     for c in chunks:
-        ptx.wait(k.landed + (stage * CHUNKS + c), phase)
+        wait(k.landed + (stage * CHUNKS + c), phase)
         warpgroup.fence()
         first = clear and c == chunks[0]
         if c == CHUNKS - 1:

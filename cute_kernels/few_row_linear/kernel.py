@@ -24,7 +24,7 @@ The launch is a dependent one, and lets the next one start at once: half of the 
 constants, so the ring is filled with them before the wait for the kernel before (griddepcontrol.wait); x follows. Every warp
 waits before it reads or writes anything else. When kernels in a row do so, the end of one means the end of all before it: there
 is no earlier reader left of the output that this one writes. What is launched behind as usual waits for the end of this one.
-The copies' descriptors, fetched before the wait, are arguments of the launch.
+The copies' descriptors, read before the wait, are arguments of the launch.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from cute_kernels.block_attention.sm90_ptx import wait
 from cute_kernels.few_row_linear.config import BLOCK, CHUNK, SILU_MUL, VECTOR, FewRowLinearConfig
+from cute_kernels.ptx import wait
 
 WARP, READERS = 32, 128  # threads of a warp, and of the warpgroup that multiplies
 EVICT_FIRST = 0x12F0000000000000  # the L2 policy of that name, as createpolicy makes it

@@ -127,5 +127,9 @@ def test_a_plain_head_is_given_as_its_weight_and_any_other_as_it_is():
     head = target.model.get_output_embeddings()
     assert target.output_head(torch.float32).data_ptr() == head.weight.data_ptr()
     assert target.output_head(torch.bfloat16) == target.lm_head
+    hook = head.register_forward_pre_hook(lambda module, inputs: None)
+    assert target.output_head(torch.float32) == target.lm_head  # what a hook does must not be lost
+    hook.remove()
+    assert target.output_head(torch.float32) != target.lm_head
     target.model.set_output_embeddings(torch.nn.Linear(head.in_features, head.out_features))
     assert target.output_head(torch.float32) == target.lm_head

@@ -354,6 +354,8 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
         (lambda c: {"q": c["q"].to("meta")}, "block_latents must be .* on meta, it is .* on cpu"),
         (lambda c: {"q": c["q"].transpose(1, 2).contiguous().transpose(1, 2)}, "S and H of q must fold into one dim"),
         (lambda c: {"q": misaligned(c["q"])}, "rows of q must be 16-byte aligned; .* it starts 2 bytes past"),
+        (lambda c: {"scale": 0.0}, "a scale above 0 is required, it is 0.0"),
+        (lambda c: {"scale": math.nan}, "a scale above 0 is required, it is nan"),
         (lambda c: {"pages": misaligned(c["pages"])}, "rows of pages must be 16-byte aligned"),
         (lambda c: {"block_latents": c["block_latents"].repeat(1, 1, 2)[..., ::2]}, "last dim of block_latents must be cont"),
         (lambda c: {"pages": c["pages"].repeat(1, 1, 2)[..., :576]}, "a page must be contiguous, strides are"),

@@ -14,6 +14,7 @@ import torch
 from kernels import test_block_attention as portable
 from kernels.test_block_attention import BATCHES, CONTEXTS, CPU, C, R, complaint, make, merges_of, run, slot_of
 
+from cute_kernels import add_rms_norm, context_append, query_rope
 from cute_kernels.arch import ARCHES
 from cute_kernels.block_attention import (
     BlockAttentionConfig,
@@ -266,11 +267,14 @@ def test_a_workspace_knows_its_schedule() -> None:
 @pytest.mark.skipif(toolkit_reason() is not None, reason=f"compiler: {toolkit_reason()}")
 @pytest.mark.parametrize(("arch", "instructions"), [("sm_80", 0), ("sm_90a", 2)])
 def test_dependent_launches_from_sm_90_on(arch: str, instructions: int, tmp_path: Path) -> None:
-    """Fails where plan or merge wait for the kernel before on a part that has no such wait, or do not where it has."""
+    """Fails where a small kernel waits for the one before on a part that has no such wait, or does not where it has."""
     merge = combine.CombineConfig(64, "bfloat16")
     for name, compile_for in (
         ("plan", partial(plan.compile_for, config.PORTABLE)),
         ("merge", partial(combine.compile_for, merge)),
+        ("norm", partial(add_rms_norm.compile_for, add_rms_norm.AddRMSNormConfig(1536, "bfloat16", True))),
+        ("rope", partial(query_rope.compile_for, query_rope.QueryRopeConfig(64, "bfloat16"))),
+        ("append", partial(context_append.compile_for, context_append.ContextAppendConfig(512, 64, 64, "bfloat16"))),
     ):
         folder = tmp_path / name
         folder.mkdir()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 from itertools import product as every
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from cute_kernels.few_row_linear import FewRowLinearConfig, Product, config_for,
 from cute_kernels.few_row_linear.config import COLUMNS, FORMS, SILU_MUL, SPLITS, columns_for, num_clusters, pick_split
 from cute_kernels.reference.few_row_linear import few_row_linear as twin
 from cute_kernels.reference.few_row_linear import few_row_silu_mul as gated_twin
+from cute_kernels.support import toolkit_reason
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
 H200 = 132  # multiprocessors
@@ -326,6 +328,17 @@ def on_device(rows: int, product: Product, dtype: torch.dtype = BF16, seed: int 
     return case
 
 
+@pytest.mark.skipif(toolkit_reason() is not None, reason=f"compiler: {toolkit_reason()}")
+def test_it_lets_the_next_launch_start_and_waits_for_the_one_before(tmp_path: Path) -> None:
+    """Fails where a chain of launches would not overlap, or where x is read before it is there."""
+    module.compile_for(FewRowLinearConfig(8, 2, 2, "bfloat16"), "sm_90a", f"--keep-ptx --dump-dir {tmp_path}")
+    (source,) = tmp_path.rglob("*.ptx")
+    text = source.read_text()
+    assert text.count("griddepcontrol.launch_dependents") == 1
+    assert text.count("griddepcontrol.wait") >= 1
+    assert text.rindex("griddepcontrol.wait") < text.index("st.global")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 13, 16])
 @pytest.mark.parametrize("name", K3)
@@ -416,6 +429,7 @@ def test_activations_written_just_before_and_overwritten_just_after() -> None:
     """Fails where x is read before the kernel that writes it has ended, or after this one has."""
     case = on_device(8, K3["q_a"])
     right, expected = case["x"].clone(), few_row_linear(**case)
+    assert complaint(case) is None
     for _ in range(10):
         case["x"].fill_(100.0)
         case["x"].copy_(right)

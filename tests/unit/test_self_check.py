@@ -9,14 +9,18 @@ import published
 import pytest
 import torch
 
+from cute_kernels.few_row_linear.config import HOPPER_MULTIPROCESSORS, SILU_MUL, pick_split
 from cute_kernels.reference.add_rms_norm import add_rms_norm
 from cute_kernels.reference.context_append import context_append, finish_latents
 from cute_kernels.reference.few_row_linear import few_row_linear, few_row_silu_mul
 from cute_kernels.reference.markov_chain import markov_chain
 from cute_kernels.reference.query_rope import query_rope
 from trtllm_dspark.attention import policy, self_check, vanilla
+from trtllm_dspark.attention.finding import Finding, worst
 from trtllm_dspark.attention.operations import DraftShape, Operations, normalised
 from trtllm_dspark.attention.policy import Backend, resolve_backend
+from trtllm_dspark.attention.product_check import TURNS, fewer_outputs
+from trtllm_dspark.attention.products import multiplied
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
 
@@ -230,3 +234,24 @@ def test_the_outcome_is_kept_and_logged_once(caplog: pytest.LogCaptureFixture) -
         found = {self_check.checked_reason("X", make, CONFIG, shape(), CPU) for _ in range(3)}
     assert found == {None} and made == [1]
     assert len([r for r in caplog.records if "self-check of X on cpu" in r.getMessage() and "passed" in r.getMessage()]) == 1
+
+
+def test_a_finding_of_nan_is_worse_than_any_that_passed() -> None:
+    """Fails where the first of several findings hides a NaN behind it."""
+    fine, lost = Finding("linear", 0.1, 1.0), Finding("linear", float("nan"), 1.0)
+    for found in ([fine, lost], [lost, fine]):
+        assert not worst(found).passed
+    assert worst([fine, Finding("linear", 0.5, 1.0)]).error == 0.5
+
+
+def test_a_product_is_checked_with_the_split_that_runs_and_several_tiles_a_block() -> None:
+    """Fails where a cut product takes another kernel than the whole, as o, down and the head did."""
+    draft = DraftConfig.from_dict(published.INFERACT, max_draft_len=7)
+    for multiprocessors in HOPPER_MULTIPROCESSORS:
+        for product in multiplied(draft, draft.num_heads):
+            cut = fewer_outputs(product, multiprocessors)
+            split = pick_split(product, multiprocessors)
+            assert pick_split(cut, multiprocessors) == split and cut.reason() is None
+            tiles = cut.groups * -(-cut.outputs // (32 if cut.form == SILU_MUL else 64))
+            assert cut == product or tiles >= TURNS * (multiprocessors // split), product
+            assert cut.outputs * cut.inner * cut.groups <= 260 << 20, product  # 0.5 GB

@@ -125,11 +125,16 @@ class HuggingFaceTarget:
         return self.model.get_output_embeddings()(hidden.to(self.dtype))
 
     def output_head(self, dtype: torch.dtype) -> Head:
-        """For a draft in this dtype: the weight where the head is a bias-free linear layer in it, else `lm_head`."""
+        """For a draft in this dtype: the weight where the head is a bias-free linear layer in it, else `lm_head`.
+
+        The weight is taken once: a head that hooks change, or that is not plainly laid out, is called instead.
+        """
         head = self.model.get_output_embeddings()
-        if type(head) is torch.nn.Linear and head.bias is None:
+        hooked = head._forward_hooks or head._forward_pre_hooks or hasattr(head, "_hf_hook")
+        if type(head) is torch.nn.Linear and head.bias is None and not hooked:
             weight = head.weight.detach()
-            if (weight.dtype, weight.device) == (dtype, self.device):
+            is_plain = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+            if (weight.dtype, weight.device) == (dtype, self.device) and is_plain:
                 return weight
         return self.lm_head
 

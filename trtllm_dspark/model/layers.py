@@ -18,7 +18,8 @@ ROWS = 8  # a matrix library takes other routines for fewer rows, and for what i
 def with_company(project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """project(x), on a CPU over rows [N, in] padded to a multiple of ROWS with copies of the last. [..., in] -> [..., out].
 
-    A request's values must not depend on who shares its batch.
+    A request's values must not depend on who shares its batch. On a GPU they may, by rounding: libraries choose by size, and on
+    Hopper up to 16 rows are multiplied by a kernel of its own.
     """
     if x.device.type != "cpu":
         return project(x)
