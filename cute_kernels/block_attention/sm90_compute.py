@@ -89,11 +89,7 @@ def compute(
     for request in cutlass.range(first_request, stop, unroll=1):
         start, context = mRequests[request, 0], mRequests[request, 1]
         all_tiles = tiles.context_tiles(start, context) + 1
-        begin, end = Int32(0), all_tiles
-        if request == first_request:
-            begin = first_tile
-        if request == last_request:
-            end = last_tile
+        begin, end = tiles.span(request, all_tiles, first_request, first_tile, last_request, last_tile)
         item = (start, context)
         rO.fill(0.0)
         k.rSum.fill(0.0)

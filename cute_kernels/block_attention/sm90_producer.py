@@ -102,11 +102,8 @@ def fetch(
         fetch_queries(f, request, phase_q)
         phase_q = phase_q ^ 1
         start, context = mRequests[request, 0], mRequests[request, 1]
-        begin, end = Int32(0), tiles.context_tiles(start, context) + 1
-        if request == first_request:
-            begin = first_tile
-        if request == last_request:
-            end = last_tile
+        all_tiles = tiles.context_tiles(start, context) + 1
+        begin, end = tiles.span(request, all_tiles, first_request, first_tile, last_request, last_tile)
         tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, begin, f.rTicket0)
         if begin + 1 < end:
             tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, begin + 1, f.rTicket1)

@@ -68,8 +68,7 @@ def left(
         tiles.clear_rows(k.sRaw, first, end, 0, k.thread, 0)
     tiles.largest(k.S, k.rTop)
     tiles.settle(k.rTop, k.rShrink, k.sTop, k.sShrink, k.row, k.thread, k.scale_log2, 0)
-    if tiles.is_any(k.rShrink[0] != 1.0 or k.rShrink[1] != 1.0):
-        tiles.rescale(k.O, k.rSum, k.rShrink)
+    tiles.follow(k.O, k.rSum, k.rShrink, False)
     tiles.weigh(k.S, k.rTop, k.rSum, k.scale_log2)
     share_weights(k, k.sP0)
     cute.arch.barrier_arrive(barrier_id=FIRST, number_of_threads=COMPUTING)
@@ -85,8 +84,7 @@ def left(
             tiles.clear_rows(k.sRaw, first, end, 0, k.thread, 1)
         for r in cutlass.range_constexpr(2):
             k.rShrink[r] = k.sShrink[k.row + 8 * r, 1]
-        if tiles.is_any(k.rShrink[0] != 1.0 or k.rShrink[1] != 1.0):
-            tiles.rescale(k.O, k.rSum, k.rShrink)
+        tiles.follow(k.O, k.rSum, k.rShrink, False)
         warpgroup.fence()
         tiles.multiply(k.pv_other, k.rO, k.tP1, k.tV[None, None, None, 1], False)
         warpgroup.commit_group()
@@ -123,16 +121,13 @@ def right(
         tiles.clear_rows(k.sRaw, first, end, 1, k.thread, 0)
     for r in cutlass.range_constexpr(2):
         k.rShrink[r] = k.sShrink[k.row + 8 * r, 0]
-    if tiles.is_any(k.rShrink[0] != 1.0 or k.rShrink[1] != 1.0):
-        tiles.rescale(k.O, k.rSum, k.rShrink)
+    tiles.follow(k.O, k.rSum, k.rShrink, False)
     warpgroup.fence()
     tiles.multiply(k.pv_other, k.rO, k.tP0, k.tV[None, None, None, 0], False)
     warpgroup.commit_group()
     if cutlass.const_expr(not is_alone):
         tiles.settle(k.rTop, k.rShrink, k.sTop, k.sShrink, k.row, k.thread, k.scale_log2, 1)
-        if tiles.is_any(k.rShrink[0] != 1.0 or k.rShrink[1] != 1.0):
-            warpgroup.wait_group(0)
-            tiles.rescale(k.O, k.rSum, k.rShrink)
+        tiles.follow(k.O, k.rSum, k.rShrink, True)
         tiles.weigh(k.S, k.rTop, k.rSum, k.scale_log2)
         share_weights(k, k.sP1)
         cute.arch.barrier_arrive(barrier_id=SECOND, number_of_threads=COMPUTING)

@@ -50,6 +50,19 @@ def context_tiles(start: Int32, context: Int32) -> Int32:
 
 
 @cute.jit
+def span(
+    request: Int32, all_tiles: Int32, first_request: Int32, first_tile: Int32, last_request: Int32, last_tile: Int32
+) -> tuple[Int32, Int32]:
+    """(first, end) of a request's tiles that a part holds."""
+    begin, end = Int32(0), all_tiles
+    if request == first_request:
+        begin = first_tile
+    if request == last_request:
+        end = last_tile
+    return begin, end
+
+
+@cute.jit
 def find(
     mTable: cute.Tensor,
     boxes_of_page: cute.Layout,  # its size is the number
@@ -136,17 +149,17 @@ def scale_rows(S: cute.Tensor, r: cutlass.Constexpr[int], factor: Float32):
 
 
 @cute.jit
-def is_any(condition: cutlass.Boolean) -> cutlass.Boolean:
-    """Whether it holds in any thread of the warp."""
-    return cute.arch.vote_any_sync(condition)
+def follow(O: cute.Tensor, rSum: cute.Tensor, rShrink: cute.Tensor, in_flight: cutlass.Constexpr[bool]):  # noqa: E741
+    """Sums move to a new reference, (2, columns) and (2) times (2), where it rose for any row of the warp.
 
-
-@cute.jit
-def rescale(O: cute.Tensor, rSum: cute.Tensor, rShrink: cute.Tensor):  # noqa: E741
-    """Sums move to a new reference: (2, columns) and (2) times (2)."""
-    for r in cutlass.range_constexpr(2):
-        rSum[r] = rSum[r] * rShrink[r]
-        scale_rows(O, r, rShrink[r])
+    in_flight: a product may still be adding to O; it is waited for only here.
+    """
+    if cute.arch.vote_any_sync(rShrink[0] != 1.0 or rShrink[1] != 1.0):
+        if cutlass.const_expr(in_flight):
+            warpgroup.wait_group(0)
+        for r in cutlass.range_constexpr(2):
+            rSum[r] = rSum[r] * rShrink[r]
+            scale_rows(O, r, rShrink[r])
 
 
 @cute.jit

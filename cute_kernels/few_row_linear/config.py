@@ -22,6 +22,11 @@ LINEAR, SILU_MUL = "linear", "silu_mul"
 FORMS = (LINEAR, SILU_MUL)
 
 
+def tile_outputs(form: str) -> int:
+    """Output columns of a tile: under silu_mul half its weight rows are of the gate."""
+    return BLOCK // 2 if form == SILU_MUL else BLOCK
+
+
 @dataclass(frozen=True)
 class Product:
     """What is multiplied by.
@@ -35,6 +40,11 @@ class Product:
     groups: int = 1
     form: str = LINEAR
     transposed: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """Of all groups."""
+        return self.groups * -(-self.outputs // tile_outputs(self.form))
 
     def reason(self) -> str | None:
         """None where a kernel takes it, else what is wrong with it."""
@@ -61,8 +71,8 @@ class FewRowLinearConfig:
 
     @property
     def outputs(self) -> int:
-        """Output columns of a tile: under silu_mul half its weight rows are of the gate."""
-        return BLOCK // 2 if self.form == SILU_MUL else BLOCK
+        """Output columns of a tile."""
+        return tile_outputs(self.form)
 
     @property
     def own_columns(self) -> int:
@@ -114,8 +124,7 @@ def pick_split(product: Product, multiprocessors: int) -> int:
 
     Does not depend on the rows of x, so that a row's sum is made in the same order whatever its company.
     """
-    tiles = product.groups * -(-product.outputs // (BLOCK // 2 if product.form == SILU_MUL else BLOCK))
-    chunks = product.inner // CHUNK
+    tiles, chunks = product.tiles, product.inner // CHUNK
     possible = [split for split in TILE_COSTS if chunks % split == 0]
 
     def busiest(split: int) -> int:
@@ -135,4 +144,4 @@ def config_for(rows: int, product: Product, dtype: str, multiprocessors: int, sp
 
 def num_clusters(config: FewRowLinearConfig, product: Product, multiprocessors: int) -> int:
     """Clusters that share the tiles: one block a multiprocessor, or fewer."""
-    return max(1, min(product.groups * -(-product.outputs // config.outputs), multiprocessors // config.split))
+    return max(1, min(product.tiles, multiprocessors // config.split))

@@ -6,7 +6,15 @@ from dataclasses import replace
 import torch
 
 from cute_kernels.few_row_linear import Product
-from cute_kernels.few_row_linear.config import BLOCK, HOPPER_MULTIPROCESSORS, LINEAR, MAX_ROWS, SILU_MUL, VECTOR, pick_split
+from cute_kernels.few_row_linear.config import (
+    HOPPER_MULTIPROCESSORS,
+    LINEAR,
+    MAX_ROWS,
+    SILU_MUL,
+    VECTOR,
+    pick_split,
+    tile_outputs,
+)
 from cute_kernels.reference.few_row_linear import few_row_linear, few_row_silu_mul
 from trtllm_dspark.attention.finding import Finding, finding, poison, random, worst
 from trtllm_dspark.attention.operations import DraftShape, Operations
@@ -81,7 +89,7 @@ def _products(config: DraftConfig, shape: DraftShape, form: str, device: torch.d
 def fewer_outputs(product: Product, multiprocessors: int) -> Product:
     """With the fewest outputs that give every block TURNS tiles and are cut like the whole; the whole where there are none."""
     split = pick_split(product, multiprocessors)
-    turn = max(1, multiprocessors // split) * (BLOCK // 2 if product.form == SILU_MUL else BLOCK)  # outputs of a tile a block
+    turn = max(1, multiprocessors // split) * tile_outputs(product.form)  # outputs of a tile a block
     for outputs in range(TURNS * turn, product.groups * product.outputs, turn):
         cut = replace(product, outputs=outputs // product.groups // VECTOR * VECTOR)
         if cut.outputs and pick_split(cut, multiprocessors) == split:

@@ -106,8 +106,6 @@ class LoadableModel(nn.Module):
         dtype = dtype or getattr(torch, config.dtype)
         model = cls.empty(config, device=device, dtype=dtype, attention_backend=attention_backend, page_size=page_size, tp=tp)
         model.fill(lambda name, dim: checkpoint.read(name, dim=dim, rank=tp.rank, size=tp.size))
-        if torch.device(device).type == "cuda":  # a kernel may read weights before the launch ahead of it has ended
-            torch.cuda.synchronize(device)
         return model.eval().requires_grad_(False)
 
     def fill(self, read: Callable[[str, int | None], torch.Tensor]) -> None:
@@ -124,6 +122,9 @@ class LoadableModel(nn.Module):
                         f"it has {tuple(value.shape)}. The checkpoint does not fit its config.json."
                     )
                 binding.tensor.copy_(value)
+        for device in {binding.tensor.device for binding in bindings.values()}:
+            if device.type == "cuda":  # a kernel may read weights before the launch ahead of it has ended
+                torch.cuda.synchronize(device)
 
     def checkpoint_tensors(self) -> Mapping[str, torch.Tensor]:
         """Canonical name -> value, on the CPU and contiguous: what `safetensors.torch.save_file` takes."""
