@@ -22,11 +22,29 @@ def asm(text: str, constraints: str, *operands: Any, loc: Any = None, ip: Any = 
     )
 
 
+def pure(text: str, constraints: str, result: Any, *operands: Any, loc: Any = None, ip: Any = None) -> Any:
+    """An instruction that gives a value, of MLIR type `result`, and does nothing else."""
+    return llvm.inline_asm(
+        result,
+        list(operands),
+        text,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
 @dsl_user_op
-def wait(barrier: cute.Pointer, phase: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Wait for a phase of a barrier in shared memory. It spins: `mbarrier_wait` of the DSL sleeps between two looks."""
+def wait(barrier: cute.Pointer, phase: Int32, scope: str = "", *, loc: Any = None, ip: Any = None) -> None:
+    """Wait for a phase of a barrier in shared memory. It spins: `mbarrier_wait` of the DSL sleeps between two looks.
+
+    scope: ".acquire.cluster" where what is waited for was done by threads of another block of the cluster.
+    """
     text = (
-        "{\n\t.reg .pred P1;\n\tLAB_WAIT:\n\tmbarrier.try_wait.parity.shared::cta.b64 P1, [$0], $1;\n\t"
+        f"{{\n\t.reg .pred P1;\n\tLAB_WAIT:\n\tmbarrier.try_wait.parity{scope}.shared::cta.b64 P1, [$0], $1;\n\t"
         "@P1 bra.uni DONE;\n\tbra.uni LAB_WAIT;\n\tDONE:\n\t}"
     )
     address = barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)

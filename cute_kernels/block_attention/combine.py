@@ -50,7 +50,7 @@ def kernel_class() -> type:
         def __call__(
             self,
             mRequests: cute.Tensor,  # (B, 4), int32: start, context tokens, first part, pieces
-            mBoundaries: cute.Tensor,  # (parts + 1, 2), int32: request, tile
+            mBoundaries: cute.Tensor,  # (parts + 1, 4), int32: request, tile, start, context
             mPartial: cute.Tensor,  # (2 * parts, M, c), fp32
             mPartialLse: cute.Tensor,  # (2 * parts, M), fp32
             mOut: cute.Tensor,  # (B, M, c)
@@ -135,7 +135,7 @@ def compile_for(config: CombineConfig, arch: str, options: str = "") -> Any:
     return cute.compile(
         kernel_class()(config, is_dependent_launch(arch)),
         make_fake_tensor(Int32, (batch, 4), stride=(4, 1), assumed_align=16),
-        make_fake_tensor(Int32, (bounds, 2), stride=(2, 1), assumed_align=8),
+        make_fake_tensor(Int32, (bounds, 4), stride=(4, 1), assumed_align=16),
         make_fake_tensor(Float32, (slots, rows, value), stride=(stride(), value, 1), assumed_align=16),
         make_fake_tensor(Float32, (slots, rows), stride=(cute.sym_int64(), 1), assumed_align=4),
         make_fake_tensor(dtype, (batch, rows, value), stride=(stride(), value, 1), assumed_align=16),

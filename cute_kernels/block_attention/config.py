@@ -33,6 +33,7 @@ class Schedule:
         item_cost: what starting on a request costs, in tiles. min_quantum: least cost, and least tiles, worth a part.
         aligned: tiles begin at positions that block_tokens divides, the block is a tile of its own behind them. Else the
             first tile begins at the context's first token, and the block follows the context without a gap.
+        joins: whether it merges parts 2i and 2i + 1 of a request itself, where the number of parts is even.
     """
 
     name: str
@@ -41,10 +42,11 @@ class Schedule:
     item_cost: int = ITEM_COST
     min_quantum: int = MIN_QUANTUM
     aligned: bool = False
+    joins: bool = False
 
 
 PORTABLE = Schedule("portable", BLOCK_M, BLOCK_N)
-SM90 = Schedule("sm90", SM90_BLOCK, SM90_BLOCK, SM90_ITEM_COST, aligned=True)
+SM90 = Schedule("sm90", SM90_BLOCK, SM90_BLOCK, SM90_ITEM_COST, aligned=True, joins=True)
 SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, SM90)}
 
 
@@ -144,7 +146,7 @@ def workspace_shapes(
         piece = (-(-rows // SM90_BLOCK) * SM90_UNITS, SM90_UNIT)
     return {
         "requests": (max_batch, 4),
-        "boundaries": (parts + 1, 2),
+        "boundaries": (parts + 1, 4),
         "partial_out": (2 * parts, *piece),
         "partial_lse": (2 * parts, rows),
     }

@@ -47,8 +47,12 @@ def gate_configs() -> list[tuple[Any, ...]]:
         (planning.PLAN, partial(planning.compile_for, PORTABLE)),
         (f"{planning.PLAN} {SM90.name}", partial(planning.compile_for, SM90), ("sm_90a",)),
         *(
-            (f"{NAME} {SM90.name} P={c.page_size} {c.dtype}", partial(sm90.compile_for, c), ("sm_90a",))
-            for c in (BlockAttentionConfig(512, 64, page_size, "bfloat16") for page_size in SM90_PAGE_SIZES[::2])
+            (
+                f"{NAME} {SM90.name} P={page_size} bfloat16{' joins' if joins else ''}",
+                partial(sm90.compile_for, BlockAttentionConfig(512, 64, page_size, "bfloat16"), joins=joins),
+                ("sm_90a",),
+            )
+            for page_size, joins in ((SM90_PAGE_SIZES[0], True), (SM90_PAGE_SIZES[-1], True), (SM90_PAGE_SIZES[0], False))
         ),
     ]
 
@@ -189,7 +193,8 @@ def _launch(
 ) -> None:
     config, arch = _config(q, pages, out.shape[-1]), arch_name(q.device)
     if schedule == SM90.name:
-        attend = compiled(f"{NAME}_{schedule}", config, arch, partial(sm90.compile_for, config, arch))
+        joins = sm90.joins(boundaries.shape[0] - 1)
+        attend = compiled(sm90.name(joins), config, arch, partial(sm90.compile_for, config, arch, joins=joins))
         pages = pages if pages.shape[0] else pages.new_zeros(1, *pages.shape[1:])  # a tensor map has no empty dim
     else:
         attend = compiled(NAME, config, arch, partial(portable.compile_for, config, arch))

@@ -6,6 +6,7 @@ lines.
 
 - Separate: every request has parts of its own and is cut evenly among them, so that no part pays twice for starting on a
   request. Taken where a part then costs hardly more than quantum + item_cost, which is what a part of the other list may cost.
+  Where the schedule joins parts 2i and 2i + 1 itself, and the parts suffice, every request gets an even number of them.
 - Contiguous: the batch is a line of costs, per request item_cost, then one for each tile of its context and block. The line is
   cut every quantum, wherever that falls.
 
@@ -65,33 +66,42 @@ def kernel_class() -> type:
             return value
 
         @cute.jit
-        def longest_piece(self, sTiles: cute.Tensor, sTried: cute.Tensor, batch: Int32, parts: Int32, quantum: Int32) -> Int32:
-            """The least number of tiles whose pieces fit the parts; 0 where none is found. All threads call it."""
+        def longest_piece(
+            self, sTiles: cute.Tensor, sTried: cute.Tensor, batch: Int32, parts: Int32, quantum: Int32
+        ) -> tuple[Int32, Int32]:
+            """(the least number of tiles whose pieces fit the parts, 0 where none is found; whether pieces are even in number).
+
+            All threads call it.
+            """
             tidx, _, _ = cute.arch.thread_idx()
             warp, lane = tidx // WARP, tidx % WARP
             least = quantum - self.schedule.item_cost  # with less, the pieces cost more than the parts can hold
             if least < self.schedule.min_quantum:
                 least = Int32(self.schedule.min_quantum)
-            tried, pieces = least + warp, Int32(0)
+            tried, pieces, even = least + warp, Int32(0), Int32(0)
             for request in cutlass.range(lane, batch, WARP, unroll=1):
-                pieces += (sTiles[request] + tried - 1) // tried
-            pieces = cute.arch.warp_reduction_sum(pieces)
+                own = (sTiles[request] + tried - 1) // tried
+                pieces += own
+                even += (own + 1) // 2 * 2
+            pieces, even = cute.arch.warp_reduction_sum(pieces), cute.arch.warp_reduction_sum(even)
             if lane == 0:
-                sTried[warp] = pieces
+                sTried[warp, 0], sTried[warp, 1] = pieces, even
             cute.arch.sync_threads()
-            longest = Int32(0)
-            for i in cutlass.range_constexpr(PLAN_WARPS - 1, -1, -1):
-                if sTried[i] <= parts and least + i <= quantum + quantum // SLACK:
-                    longest = least + i
-            return longest
+            longest, is_even = Int32(0), Int32(0)
+            for kind in cutlass.range_constexpr(2):
+                if cutlass.const_expr(kind == 0 or self.schedule.joins):
+                    for i in cutlass.range_constexpr(PLAN_WARPS - 1, -1, -1):
+                        if sTried[i, kind] <= parts and least + i <= quantum + quantum // SLACK and parts % 2 * kind == 0:
+                            longest, is_even = least + i, Int32(kind)
+            return longest, is_even
 
         @cute.jit
         def __call__(
             self,
             mLength: cute.Tensor,  # (B), int32
             mStart: cute.Tensor,  # (B), int32; any where has_start is 0
-            mRequests: cute.Tensor,  # (B, 4): start, context tokens, first part, pieces
-            mBoundaries: cute.Tensor,  # (parts + 1, 2): request, tile
+            mRequests: cute.Tensor,  # (B, 4): start, context tokens, first part, pieces; less than 0: so many joined ones
+            mBoundaries: cute.Tensor,  # (parts + 1, 4): request, tile, the request's start and context tokens
             has_start: Int32,
             block_rows: Int32,
             max_context: Int32,
@@ -123,7 +133,7 @@ def kernel_class() -> type:
             sTiles = allocator.allocate_tensor(Int32, of_threads, byte_alignment=16)
             sCosts = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
             sPieces = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
-            sTried = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
+            sTried = allocator.allocate_tensor(Int32, cute.make_layout((PLAN_WARPS, 2)), byte_alignment=16)
             per_thread = (batch + PLAN_THREADS - 1) // PLAN_THREADS
             first = tidx * per_thread
             last = first + per_thread
@@ -152,16 +162,21 @@ def kernel_class() -> type:
             quantum = (total + parts - 1) // parts
             if quantum < self.schedule.min_quantum:
                 quantum = Int32(self.schedule.min_quantum)
-            longest = Int32(0)  # tiles of a piece of the separate list; 0: contiguous
+            longest, is_even = Int32(0), Int32(0)  # tiles of a piece of the separate list; 0: contiguous
             if batch <= parts and batch <= PLAN_THREADS:
-                longest = self.longest_piece(sTiles, sTried, batch, parts, quantum)
+                longest, is_even = self.longest_piece(sTiles, sTried, batch, parts, quantum)
             stride = quantum  # of targets on the line that sEnd measures
             if longest > 0:
                 own = (tiles + longest - 1) // longest
+                pieces = own
+                if is_even != 0:
+                    own = (own + 1) // 2 * 2
+                    if tiles > 1:
+                        pieces = -(own // 2)
                 end = self.sum_up_to(own, sPieces)
                 sEnd[tidx] = end
                 if tidx < batch:
-                    mRequests[tidx, 2], mRequests[tidx, 3] = end - own, own
+                    mRequests[tidx, 2], mRequests[tidx, 3] = end - own, pieces
                 cute.arch.sync_threads()
                 total, stride = sEnd[PLAN_THREADS - 1], Int32(1)
             else:
@@ -186,7 +201,11 @@ def kernel_class() -> type:
                         begin = sEnd[owner - 1]
                     found = owner * per_thread
                     if longest > 0:
-                        tile = (part - begin) * sTiles[owner] // (sEnd[owner] - begin)
+                        own = sEnd[owner] - begin
+                        tile = ((part - begin) * sTiles[owner] + own - 1) // own
+                        if tile == sTiles[owner]:  # the second part of a request of one tile: it is empty
+                            found += 1
+                            tile = Int32(0)
                     else:
                         for _ in cutlass.range(per_thread - 1, unroll=1):
                             if found < batch - 1:
@@ -197,8 +216,11 @@ def kernel_class() -> type:
                         tile = target - begin - self.schedule.item_cost
                         if tile < 0:
                             tile = Int32(0)
-                mBoundaries[part, 0] = found
-                mBoundaries[part, 1] = tile
+                start, context = Int32(0), Int32(0)
+                if found < batch:
+                    start, context = mRequests[found, 0], mRequests[found, 1]
+                mBoundaries[part, 0], mBoundaries[part, 1] = found, tile
+                mBoundaries[part, 2], mBoundaries[part, 3] = start, context
 
     return BlockAttentionPlan
 
@@ -214,7 +236,7 @@ def compile_for(schedule: Schedule, arch: str, options: str = "") -> Any:
         make_fake_tensor(Int32, (batch,), stride=(1,), assumed_align=4),
         make_fake_tensor(Int32, (batch,), stride=(1,), assumed_align=4),
         make_fake_tensor(Int32, (batch, 4), stride=(4, 1), assumed_align=16),
-        make_fake_tensor(Int32, (bounds, 2), stride=(2, 1), assumed_align=8),
+        make_fake_tensor(Int32, (bounds, 4), stride=(4, 1), assumed_align=16),
         Int32(0),
         Int32(0),
         Int32(0),

@@ -49,7 +49,7 @@ def kernel_class() -> type:
             mPages: cute.Tensor,  # (num_pages, P, W)
             mTable: cute.Tensor,  # (B, max_pages), int32
             mRequests: cute.Tensor,  # (B, 4), int32: start, context tokens, first part, pieces
-            mBoundaries: cute.Tensor,  # (parts + 1, 2), int32: request, tile
+            mBoundaries: cute.Tensor,  # (parts + 1, 4), int32: request, tile, start, context
             mOut: cute.Tensor,  # (B, M, c)
             mLse: cute.Tensor,  # (B, M), fp32
             mPartial: cute.Tensor,  # (2 * parts, M, c), fp32

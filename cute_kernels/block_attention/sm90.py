@@ -59,9 +59,19 @@ A whole request is written to the output; a piece as the tensor cores leave it, 
 
 from typing import Any
 
-from cute_kernels.block_attention.config import NAME, SM90_UNIT, BlockAttentionConfig
+from cute_kernels.block_attention.config import NAME, SM90, SM90_UNIT, BlockAttentionConfig
 from cute_kernels.block_attention.operands import fake_operands
 from cute_kernels.errors import UnsupportedKernelError
+
+
+def joins(parts: int) -> bool:
+    """Whether the kernel for so many parts joins them in pairs."""
+    return parts % 2 == 0
+
+
+def name(joined: bool) -> str:
+    """Of the kernel that joins parts, or does not, in the cache."""
+    return f"{NAME}_{SM90.name}{'_joins' if joined else ''}"
 
 
 def kernel_class() -> type:
@@ -71,12 +81,12 @@ def kernel_class() -> type:
     return BlockAttentionSm90
 
 
-def compile_for(config: BlockAttentionConfig, arch: str, options: str = "") -> Any:
-    """Compile for sm_90a; needs no GPU. `options`: more flags of the compiler."""
+def compile_for(config: BlockAttentionConfig, arch: str, options: str = "", *, joins: bool = True) -> Any:
+    """Compile for sm_90a; needs no GPU. `options`: more flags of the compiler. `joins`: for an even number of parts."""
     why = config.sm90_reason(arch)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME}: {why}. Use the portable schedule.")
     from cutlass import cute
 
     options = f"--gpu-arch {arch} --enable-tvm-ffi {options}"
-    return cute.compile(kernel_class()(config), *fake_operands(config, SM90_UNIT), options=options)
+    return cute.compile(kernel_class()(config, joins), *fake_operands(config, SM90_UNIT), options=options)

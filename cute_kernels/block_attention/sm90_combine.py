@@ -67,7 +67,7 @@ def kernel_class() -> type:
         def __call__(
             self,
             mRequests: cute.Tensor,  # (B, 4), int32: start, context tokens, first part, pieces
-            mBoundaries: cute.Tensor,  # (parts + 1, 2), int32: request, tile
+            mBoundaries: cute.Tensor,  # (parts + 1, 4), int32: request, tile, start, context
             mPartial: cute.Tensor,  # (2 * parts, units, 128), fp32
             mPartialLse: cute.Tensor,  # (2 * parts, M), fp32
             mOut: cute.Tensor,  # (B, M, c)
@@ -105,11 +105,14 @@ def kernel_class() -> type:
                 if mBoundaries[part, 1] == 0:
                     request = Int32(-1)
             if request >= 0:
-                first_part, pieces = mRequests[request, 2], mRequests[request, 3]
+                first_part, pieces, step = mRequests[request, 2], mRequests[request, 3], Int32(2)
+                if pieces < 0:  # each of two parts
+                    pieces, step = -pieces, Int32(4)
                 if cutlass.const_expr(not self.config.by_request):
                     is_first = part == first_part + 1  # of all parts that begin inside it
                 if pieces > 1 and is_first:
-                    self.merge(mPartial, mPartialLse, mOut, mLse, request, first_part, pieces, block, tidx // WARP, tidx % WARP)
+                    place = (2 * first_part, step)
+                    self.merge(mPartial, mPartialLse, mOut, mLse, request, place, pieces, block, tidx // WARP, tidx % WARP)
 
         @cute.jit
         def merge(
@@ -119,7 +122,7 @@ def kernel_class() -> type:
             mOut: cute.Tensor,
             mLse: cute.Tensor,
             request: Int32,
-            first_part: Int32,
+            place: tuple[Int32, Int32],  # slot of the first piece less 1, and how far it is from one to the next
             pieces: Int32,
             block: Int32,
             warp: Int32,
@@ -146,7 +149,7 @@ def kernel_class() -> type:
                     at = piece
                     if piece >= pieces:
                         at = pieces - 1
-                    slot = 2 * (first_part + at)
+                    slot = place[0] + place[1] * at
                     if at == 0:
                         slot += 1
                     lse = mPartialLse[slot, held]
@@ -220,7 +223,7 @@ def compile_for(config: CombineConfig, arch: str, options: str = "") -> Any:
     return cute.compile(
         kernel_class()(config),
         make_fake_tensor(Int32, (batch, 4), stride=(4, 1), assumed_align=16),
-        make_fake_tensor(Int32, (bounds, 2), stride=(2, 1), assumed_align=8),
+        make_fake_tensor(Int32, (bounds, 4), stride=(4, 1), assumed_align=16),
         make_fake_tensor(Float32, (slots, units, SM90_UNIT), stride=(stride(), SM90_UNIT, 1), assumed_align=16),
         make_fake_tensor(Float32, (slots, rows), stride=(cute.sym_int64(), 1), assumed_align=4),
         make_fake_tensor(dtype, (batch, rows, value), stride=(stride(), value, 1), assumed_align=16),

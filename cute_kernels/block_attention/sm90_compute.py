@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
-from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, HALF, finish, left, right, score
+from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, HALF, finish, left, place, right, score
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, LOWEST, RIGHT
 from cute_kernels.ptx import wait
 
@@ -20,12 +20,14 @@ from cute_kernels.ptx import wait
 @cute.jit
 def compute(
     c: SimpleNamespace,
+    joins: cutlass.Constexpr[bool],
     mRequests: cute.Tensor,
     mOut: cute.Tensor,
     mLse: cute.Tensor,
     mPartial: cute.Tensor,
     mPartialLse: cute.Tensor,
     part: Int32,
+    first_item: tuple[Int32, Int32],
     first_request: Int32,
     first_tile: Int32,
     last_request: Int32,
@@ -84,10 +86,17 @@ def compute(
         is_speaker=thread % 32 == 0,
         scale_log2=c.scale_log2,
         block_rows=c.block_rows,
+        rank=part % 2,
+        ready=c.ready,
+        received=c.received,
+        sOther=c.sOther,
+        sSums=c.sSums,
+        peer_ready=ptx.of_peer(c.ready.toint(), 1 - part % 2) if joins else None,
     )
+    start, context = first_item
     phase, phase_q = Int32(0), Int32(0)
     for request in cutlass.range(first_request, stop, unroll=1):
-        start, context = mRequests[request, 0], mRequests[request, 1]
+        pieces, slot = place(joins, part, mRequests[request, 2], mRequests[request, 3])
         all_tiles = tiles.context_tiles(start, context) + 1
         begin, end = tiles.span(request, all_tiles, first_request, first_tile, last_request, last_tile)
         item = (start, context)
@@ -125,6 +134,8 @@ def compute(
             else:
                 left(k, item, end - 1, phase, True, True, True)
             ptx.arrive(c.free_q, k.is_speaker)
+            if cutlass.const_expr(joins):
+                ptx.arrive_at_peer(k.peer_ready, k.is_speaker & (pieces < 0))
         else:
             if end - begin > 1:
                 score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
@@ -146,4 +157,7 @@ def compute(
                 right(k, item, end - 2, True, False)
             else:
                 right(k, item, end - 1, True, True)
-        finish(k, mOut, mLse, mPartial, mPartialLse, request, part, begin, end, all_tiles)
+        finish(k, joins, mOut, mLse, mPartial, mPartialLse, request, pieces, slot)
+        if request + 1 < stop:
+            start, context = mRequests[request + 1, 0], mRequests[request + 1, 1]
+

@@ -16,12 +16,12 @@ from cute_kernels.block_attention.sm90_tiles import CHUNKS
 from cute_kernels.support import smem_allocator
 
 THREADS = COMPUTING + 128  # a warpgroup more, one warp of which fetches
-FEW, MANY = 40, 232  # registers of a thread there, and of one that computes: together what a block of 384 threads starts with
+FEW, MANY = 56, 224  # registers of a thread there, and of one that computes: together what a block of 384 threads starts with
 
 
 class BlockAttentionSm90:
-    def __init__(self, config: BlockAttentionConfig) -> None:
-        self.config = config
+    def __init__(self, config: BlockAttentionConfig, joins: bool) -> None:
+        self.config, self.joins = config, joins
         self.dtype = cutlass.BFloat16 if config.dtype == "bfloat16" else cutlass.Float16
         self.box = min(config.page_size, SM90_BLOCK)
         self.boxes = SM90_BLOCK // self.box
@@ -39,7 +39,7 @@ class BlockAttentionSm90:
         mPages: cute.Tensor,  # (num_pages, P, W)
         mTable: cute.Tensor,  # (B, max_pages), int32
         mRequests: cute.Tensor,  # (B, 4), int32: start, context tokens, first part, pieces
-        mBoundaries: cute.Tensor,  # (parts + 1, 2), int32: request, tile
+        mBoundaries: cute.Tensor,  # (parts + 1, 4), int32: request, tile, start, context
         mOut: cute.Tensor,  # (B, M, c)
         mLse: cute.Tensor,  # (B, M), fp32
         mPartial: cute.Tensor,  # (2 * parts, row tiles * SM90_UNITS, SM90_UNIT), fp32
@@ -66,8 +66,11 @@ class BlockAttentionSm90:
             landed_q: cute.struct.MemRange[Int64, 1]
             free: cute.struct.MemRange[Int64, 4]
             free_q: cute.struct.MemRange[Int64, 1]
+            ready: cute.struct.MemRange[Int64, 1]
+            received: cute.struct.MemRange[Int64, 1]
             top: cute.struct.MemRange[Float32, SM90_BLOCK]
             shrink: cute.struct.MemRange[Float32, 2 * SM90_BLOCK]
+            other: cute.struct.Align[cute.struct.MemRange[Float32, 2 * SM90_BLOCK], 8]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             tokens: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             weights: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_p)], 1024]
@@ -103,6 +106,7 @@ class BlockAttentionSm90:
         ).launch(
             grid=[(mOut.shape[1] + SM90_BLOCK - 1) // SM90_BLOCK, mBoundaries.shape[0] - 1, 1],
             block=[THREADS, 1, 1],
+            cluster=[1, 2, 1] if self.joins else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -161,11 +165,16 @@ class BlockAttentionSm90:
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(free + i, 4)
                 cute.arch.mbarrier_init(free_q, 4)
+                cute.arch.mbarrier_init(shared.ready.data_ptr(), 4)
+                cute.arch.mbarrier_init(shared.received.data_ptr(), 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        if cutlass.const_expr(self.joins):
+            cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()  # before it, nothing of global memory is read or written
         cute.arch.griddepcontrol_launch_dependents()
         first_request, first_tile = mBoundaries[part, 0], mBoundaries[part, 1]
+        first_item = (mBoundaries[part, 2], mBoundaries[part, 3])
         last_request, last_tile = mBoundaries[part + 1, 0], mBoundaries[part + 1, 1]
         stop = last_request
         if last_tile > 0:
@@ -197,9 +206,13 @@ class BlockAttentionSm90:
                         slice_bytes=slice_bytes,
                         row_tile=row_tile,
                     )
-                    fetch(f, mTable, mRequests, first_request, first_tile, last_request, last_tile, stop)
+                    fetch(f, mTable, mRequests, first_item, first_request, first_tile, last_request, last_tile, stop)
+            if cutlass.const_expr(self.joins):
+                cute.arch.cluster_wait()
         else:
             cute.arch.setmaxregister_increase(MANY)
+            if cutlass.const_expr(self.joins):
+                cute.arch.cluster_wait()  # the other block's barriers are set up
             c = SimpleNamespace(
                 sQ=sQ,
                 sK=sK,
@@ -222,7 +235,26 @@ class BlockAttentionSm90:
                 row_tile=row_tile,
                 scale_log2=scale_log2,
                 block_rows=tBlock.shape[0],
+                ready=shared.ready.data_ptr(),
+                received=shared.received.data_ptr(),
+                sOther=shared.other.get_tensor(cute.make_layout((2, SM90_BLOCK))),
+                sSums=cute.make_tensor(
+                    cute.recast_ptr(shared.queries.data_ptr(), dtype=Float32), cute.make_layout((4, 128, HALF // 8))
+                ),
             )
             compute(
-                c, mRequests, mOut, mLse, mPartial, mPartialLse, part, first_request, first_tile, last_request, last_tile, stop
+                c,
+                self.joins,
+                mRequests,
+                mOut,
+                mLse,
+                mPartial,
+                mPartialLse,
+                part,
+                first_item,
+                first_request,
+                first_tile,
+                last_request,
+                last_tile,
+                stop,
             )

@@ -90,6 +90,7 @@ def fetch(
     f: SimpleNamespace,
     mTable: cute.Tensor,
     mRequests: cute.Tensor,
+    first_item: tuple[Int32, Int32],
     first_request: Int32,
     first_tile: Int32,
     last_request: Int32,
@@ -97,11 +98,11 @@ def fetch(
     stop: Int32,
 ):
     """Everything that a part reads. One thread runs this."""
+    start, context = first_item
     even, odd, phase_q = Int32(1), Int32(1), Int32(1)  # a fresh barrier lets the first wait for its other phase pass
     for request in cutlass.range(first_request, stop, unroll=1):
         fetch_queries(f, request, phase_q)
         phase_q = phase_q ^ 1
-        start, context = mRequests[request, 0], mRequests[request, 1]
         all_tiles = tiles.context_tiles(start, context) + 1
         begin, end = tiles.span(request, all_tiles, first_request, first_tile, last_request, last_tile)
         tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, begin, f.rTicket0)
@@ -124,3 +125,5 @@ def fetch(
             for i in cutlass.range_constexpr(cute.size(f.rTicket0.shape)):
                 f.rTicket0[i] = f.rNext0[i]
                 f.rTicket1[i] = f.rNext1[i]
+        if request + 1 < stop:
+            start, context = mRequests[request + 1, 0], mRequests[request + 1, 1]

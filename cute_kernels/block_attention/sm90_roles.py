@@ -195,19 +195,72 @@ def trade(is_upper: cutlass.Boolean, x: Int32, y: Int32, offset: cutlass.Constex
 
 
 @cute.jit
+def place(joins: cutlass.Constexpr[bool], part: Int32, first_part: Int32, pieces: Int32) -> tuple[Int32, Int32]:
+    """(pieces of the request, less than 0: joined ones; slot of this part's): 2 * part, or one more where it is the first.
+
+    Two joined parts leave their piece where the first of them would.
+    """
+    home = part
+    if cutlass.const_expr(joins):
+        if pieces < 0:
+            home = part - part % 2
+    slot = 2 * home
+    if home == first_part:
+        slot = 2 * home + 1
+    return pieces, slot
+
+
+@cute.jit
+def send(k: SimpleNamespace):
+    """The sums to the other block of the cluster, as they lie in registers, where its queries were; then what they refer to.
+
+    Both blocks have the same rows, and the warpgroup there that gets them has the same columns.
+    """
+    wait(k.ready, Int32(0), ".acquire.cluster")
+    peer = 1 - k.rank
+    target = ptx.of_peer(k.sSums[None, k.thread, 0].iterator.toint(), peer)
+    for i in cutlass.range_constexpr(HALF // 8):
+        values = tuple(k.rO[(e % 2, e // 2, i), 0, 0] for e in range(4))
+        ptx.store_at_peer(target + i * (4 * 128 * 4), values)
+    for r in cutlass.range_constexpr(2):
+        if k.thread % 4 == 0:
+            other = ptx.of_peer(k.sOther[None, k.row + 8 * r].iterator.toint(), peer)
+            ptx.store_at_peer(other, (k.rTop[r], k.rSum[r]))
+    cute.arch.sync_warp()
+    ptx.arrive_at_peer(ptx.of_peer(k.received.toint(), peer), k.is_speaker)
+
+
+@cute.jit
+def receive(k: SimpleNamespace):
+    """Add what the other block sent to the sums here, both measured against the higher reference."""
+    wait(k.received, Int32(0), ".acquire.cluster")
+    rOther = cute.make_rmem_tensor((4,), k.rO.element_type)
+    for r in cutlass.range_constexpr(2):
+        top = cute.arch.fmax(k.rTop[r], k.sOther[0, k.row + 8 * r])
+        k.rShrink[r] = cute.math.exp2(k.sOther[0, k.row + 8 * r] - top, fastmath=True)
+        shrink = cute.math.exp2(k.rTop[r] - top, fastmath=True)
+        k.rSum[r] = k.rSum[r] * shrink + k.sOther[1, k.row + 8 * r] * k.rShrink[r]
+        k.rTop[r] = top
+        tiles.scale_rows(k.O, r, shrink)
+    for i in cutlass.range_constexpr(HALF // 8):
+        cute.autovec_copy(k.sSums[None, k.thread, i], rOther)
+        for e in cutlass.range_constexpr(4):
+            k.rO[(e % 2, e // 2, i), 0, 0] = k.rO[(e % 2, e // 2, i), 0, 0] + rOther[e] * k.rShrink[e // 2]
+
+
+@cute.jit
 def finish(
     k: SimpleNamespace,
+    joins: cutlass.Constexpr[bool],
     mOut: cute.Tensor,
     mLse: cute.Tensor,
     mPartial: cute.Tensor,
     mPartialLse: cute.Tensor,
     request: Int32,
-    part: Int32,
-    begin: Int32,
-    end: Int32,
-    all_tiles: Int32,
+    pieces: Int32,
+    slot: Int32,
 ):
-    """A whole request goes to the output, a piece to the workspace: slot 2 * part, or one more where it is the first."""
+    """A whole request goes to the output, a piece to its slot of the workspace."""
     for r in cutlass.range_constexpr(2):
         total = k.rSum[r]
         total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
@@ -216,22 +269,27 @@ def finish(
         if k.thread % 4 == 0:
             k.sShrink[k.row + 8 * r, 1 - k.group] = total  # the column that only this warpgroup read
     cute.arch.barrier(barrier_id=BOTH, number_of_threads=COMPUTING)
-    is_whole = begin == 0 and end == all_tiles
-    slot = 2 * part
-    if begin == 0:
-        slot = 2 * part + 1
     for r in cutlass.range_constexpr(2):
         k.rSum[r] = k.rSum[r] + k.sShrink[k.row + 8 * r, k.group]
+        k.rTop[r] = k.sTop[k.row + 8 * r]
+    is_whole, is_mine = pieces == 1, cutlass.Boolean(True)
+    if cutlass.const_expr(joins):  # left sums go to the first of two blocks, right's to the second
+        is_whole, is_mine = (pieces == 1) | (pieces == -1), (pieces > 0) | (k.group == k.rank)
+        if not is_mine:
+            send(k)
+        if is_mine & (pieces < 0):
+            receive(k)
+    for r in cutlass.range_constexpr(2):
         k.rShrink[r] = cute.arch.rcp_approx(k.rSum[r])
-    if is_whole:
+    if is_mine & is_whole:
         write_rows(k, mOut, request)
-    else:
+    if is_mine & (not is_whole):
         write_piece(k, mPartial, slot, mOut.shape[1])
     for r in cutlass.range_constexpr(2):
         row = k.row_tile * SM90_BLOCK + k.row + 8 * r
         if row < mOut.shape[1]:
-            if k.thread % 4 == 0 and k.group == 0:
-                lse = k.sTop[k.row + 8 * r] + cute.math.log2(k.rSum[r], fastmath=True)
+            if k.thread % 4 == 0 and k.group == 0 and is_mine:
+                lse = k.rTop[r] + cute.math.log2(k.rSum[r], fastmath=True)
                 if is_whole:
                     mLse[request, row] = lse
                 else:

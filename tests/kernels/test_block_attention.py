@@ -166,7 +166,7 @@ BATCHES = {
 
 def planned(lengths: list[int], parts: int, rows: int = 7, starts: list[int] | None = None, **more: int) -> tuple[Any, Any]:
     requests = torch.full((len(lengths), 4), -7, dtype=torch.int32)
-    boundaries = torch.full((parts + 1, 2), -7, dtype=torch.int32)
+    boundaries = torch.full((parts + 1, 4), -7, dtype=torch.int32)
     start = torch.tensor(starts, dtype=torch.int32) if starts else None
     more = {"block_rows": rows, "max_context": 1 << 30, **more}
     reference.plan_block_attention(torch.tensor(lengths, dtype=torch.int32), start, requests, boundaries, **more)
@@ -176,7 +176,7 @@ def planned(lengths: list[int], parts: int, rows: int = 7, starts: list[int] | N
 def items_of(requests: torch.Tensor, boundaries: torch.Tensor, rows: int) -> list[tuple[int, int, int, int, int]]:
     """What the blocks of each part do, in the kernel's own words: (part, request, first tile, last tile + 1, tiles)."""
     found, bounds = [], boundaries.tolist()
-    for part, ((first, first_tile), (last, last_tile)) in enumerate(pairwise(bounds)):
+    for part, ((first, first_tile, *_), (last, last_tile, *_)) in enumerate(pairwise(bounds)):
         for request in range(first, last + (last_tile > 0)):
             tiles = -(-(int(requests[request, 1]) + rows) // config.BLOCK_N)
             begin = first_tile if request == first else 0
@@ -193,7 +193,7 @@ def merges_of(requests: torch.Tensor, boundaries: torch.Tensor) -> dict[int, lis
     """What the combine does: request -> slots, in the kernel's own words."""
     found: dict[int, list[int]] = {}
     for part in range(1, len(boundaries) - 1):
-        request, tile = boundaries[part].tolist()
+        request, tile, *_ = boundaries[part].tolist()
         if tile > 0:
             first, pieces = requests[request, 2:].tolist()
             if part == first + 1:
@@ -244,7 +244,7 @@ def emulate(case: dict[str, Any], parts: int, drop: int | None = None) -> torch.
     """The kernels' own arithmetic, in fp64: tile by tile with a running maximum, pieces into slots, slots merged."""
     batch, rows, heads, _ = case["q"].shape
     requests = torch.zeros(batch, 4, dtype=torch.int32)
-    boundaries = torch.zeros(parts + 1, 2, dtype=torch.int32)
+    boundaries = torch.zeros(parts + 1, 4, dtype=torch.int32)
     reference.plan_block_attention(
         case["context_len"], case["context_start"], requests, boundaries, block_rows=rows, max_context=1 << 30
     )
@@ -331,7 +331,7 @@ def test_parts_fill_the_device(rows: int, heads: int, num_sms: int) -> None:
     assert waves <= config.MAX_WAVES
     assert parts * row_tiles / (waves * num_sms) > 0.75
     shapes = workspace_shapes(3, rows, heads, C, num_sms)
-    assert shapes["boundaries"] == (parts + 1, 2)
+    assert shapes["boundaries"] == (parts + 1, 4)
     assert shapes["partial_out"] == (2 * parts, rows * heads, C)
 
 

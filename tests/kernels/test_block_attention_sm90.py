@@ -70,7 +70,7 @@ def test_a_workspace_knows_its_schedule() -> None:
     assert workspace.parts == 132 // 2
     lengths = torch.tensor([130, 0], dtype=torch.int32)
     plan_block_attention(lengths, workspace=workspace, max_context=1000)
-    expected = planned([130, 0], None, workspace.parts, rows=8)
+    expected = planned([130, 0], None, workspace.parts, rows=8, joins=True)
     assert torch.equal(workspace.requests, expected[0]) and torch.equal(workspace.boundaries, expected[1])
     with pytest.raises(KernelError, match="a schedule must be one of portable, sm90, it is sm91"):
         BlockAttentionWorkspace.allocate(**shape, schedule="sm91")
@@ -213,7 +213,7 @@ def test_windows(device: torch.device, page_size: int) -> None:
 def test_the_device_plans_what_the_twin_plans(device: torch.device, name: str, parts: int) -> None:
     lengths = [min(n, 150_000) for n in BATCHES[name]]
     for starts in (None, [(11 * i) % 90 for i in range(len(lengths))]):
-        expected = planned(lengths, starts, parts, rows=8)
+        expected = planned(lengths, starts, parts, rows=8, joins=True)
         plan = BlockAttentionWorkspace.allocate(
             max_batch=1000, block_rows=8, heads=8, value_width=C, device=device, num_sms=parts, schedule="sm90"
         )

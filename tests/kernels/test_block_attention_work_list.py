@@ -25,7 +25,7 @@ PLAN = {
 
 def planned(lengths: list[int], starts: list[int] | None, parts: int, rows: int = 7, **more: int) -> tuple[Any, Any]:
     requests = torch.full((len(lengths), 4), -7, dtype=torch.int32)
-    boundaries = torch.full((parts + 1, 2), -7, dtype=torch.int32)
+    boundaries = torch.full((parts + 1, 4), -7, dtype=torch.int32)
     first = torch.tensor(starts, dtype=torch.int32) if starts else None
     reference.plan_block_attention(
         torch.tensor(lengths, dtype=torch.int32),
@@ -56,7 +56,7 @@ def positions(start: int, context: int, rows: int) -> list[list[int]]:
 def items_of(requests: torch.Tensor, boundaries: torch.Tensor) -> list[tuple[int, int, int, int, int]]:
     """(part, request, first tile, last tile + 1, tiles of the request)."""
     found, counts = [], [len(context_tiles(start, context)) + 1 for start, context, _, _ in requests.tolist()]
-    for part, ((first, first_tile), (last, last_tile)) in enumerate(pairwise(boundaries.tolist())):
+    for part, ((first, first_tile), (last, last_tile)) in enumerate(pairwise(boundaries[:, :2].tolist())):
         for request in range(first, last + (last_tile > 0)):
             begin = first_tile if request == first else 0
             found.append((part, request, begin, last_tile if request == last else counts[request], counts[request]))
@@ -93,6 +93,17 @@ def test_control_a_plan_of_the_other_schedule_does_not_cover_a_window() -> None:
     lengths, starts = torch.tensor([65], dtype=torch.int32), torch.tensor([63], dtype=torch.int32)
     reference.plan_block_attention(lengths, starts, requests, boundaries, block_rows=7, max_context=1 << 30, **PLAN)
     assert -(-(int(requests[0, 1]) + 7) // TOKENS) == 1
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("name", ["ragged", "many", "more-than-threads"])
+def test_a_boundary_says_where_its_request_lies(name: str, joins: bool) -> None:
+    """Fails where a part begins with another request's start or context than the one it names, or the end is not zeros."""
+    starts = [(11 * i) % 90 for i in range(len(BATCHES[name]))]
+    requests, boundaries = planned(BATCHES[name], starts, 132, joins=joins)
+    known = [*requests[:, :2].tolist(), [0, 0]]
+    assert boundaries[:, 2:].tolist() == [known[request] for request in boundaries[:, 0].tolist()]
+    assert boundaries[-1].tolist() == [len(starts), 0, 0, 0]
 
 
 Plan = tuple[torch.Tensor, torch.Tensor]
@@ -181,10 +192,72 @@ def test_shapes_of_the_benchmark_get_whole_parts(batch: int, context: int, parts
     assert max(end - begin for _, _, begin, end, _ in items_of(*found)) == longest
 
 
+def not_joined(found: Plan, tiles: list[int]) -> str | None:
+    """What is wrong with a list of joined parts: every tile is in one part, pairs begin at even parts and hold one request."""
+    items = items_of(*found)
+    if [(r, t) for _, r, begin, end, _ in items for t in range(begin, end)] != [(r, t) for r, n in enumerate(tiles) for t in range(n)]:
+        return "tiles"
+    for request, (_, _, first, pieces) in enumerate(found[0].tolist()):
+        own = [part for part, of, *_ in items if of == request]
+        count = -2 * pieces if pieces < 0 else pieces
+        if own != list(range(first, first + count)):
+            return "parts"
+        if pieces < 0 and (first % 2 or any(of != request for part, of, *_ in items if part in own)):
+            return "pairs"
+    return None
+
+
+def test_joined_parts_are_pairs_of_one_request() -> None:
+    """Fails where a pair straddles requests, a tile is lost, or no random batch comes out joined. Without `joins` none does."""
+    draw, joined = random.Random(1), 0
+    for _ in range(300):
+        parts = draw.choice([1, 2, 5, 16, 66, 132])
+        tiles = [draw.randint(1, draw.choice([2, 20, 200])) for _ in range(draw.randint(1, min(parts + 2, 40)))]
+        found, plain = planned(contexts_of(tiles), None, parts, joins=True), planned(contexts_of(tiles), None, parts)
+        assert not_joined(found, tiles) is None, (tiles, parts)
+        assert not (plain[0][:, 3] < 0).any()
+        if (found[0][:, 3] < 0).any():
+            joined += 1
+            quantum = max(config.SM90.min_quantum, -(-sum(config.SM90.item_cost + n for n in tiles) // parts))
+            longest = max(end - begin for _, _, begin, end, _ in items_of(*found))
+            assert parts % 2 == 0 and longest <= quantum + quantum // plan.SLACK
+        else:
+            assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
+    assert joined > 30
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "parts", "pairs", "longest"),
+    [(8, 8192, 16, 1, 65), (8, 1024, 16, 1, 9), (1, 1024, 16, 5, 2), (1, 8192, 16, 8, 9), (64, 8192, 132, 1, 65)],
+)
+def test_shapes_of_the_benchmark_are_joined(batch: int, context: int, parts: int, pairs: int, longest: int) -> None:
+    """Fails where a request of the benchmark leaves more pieces than pairs of parts, or where joining lengthens its parts."""
+    found = planned([context] * batch, None, parts, joins=True)
+    assert found[0][:, 3].tolist() == [-pairs] * batch
+    assert max(end - begin for _, _, begin, end, _ in items_of(*found)) == longest
+
+
+def test_control_a_pair_of_two_requests_is_noticed() -> None:
+    tiles = [9, 1, 9]
+    requests, boundaries = planned(contexts_of(tiles), None, 6, joins=True)
+    assert requests[:, 3].tolist() == [-1, 1, -1] and not_joined((requests, boundaries), tiles) is None
+    assert boundaries[2:5, :2].tolist() == [[1, 0], [2, 0], [2, 0]]  # the second part of a request of one tile is empty
+    lost = boundaries.clone()
+    lost[1, 1] = 10
+    assert not_joined((requests, lost), tiles) == "tiles"
+    odd = requests.clone()
+    odd[2, 2] = 3
+    assert not_joined((odd, boundaries), tiles) == "parts"
+    shared = boundaries.clone()
+    shared[2, :2] = torch.tensor([0, 8])  # request 0 ends, and request 1 lies, in part 2
+    shared[1, 1] = 4
+    assert not_joined((torch.tensor([[0, 512, 0, -1], [0, 0, 2, 1], [0, 512, 4, -1]]), shared), tiles) == "parts"
+
+
 def test_more_requests_than_parts_are_contiguous() -> None:
     """Fails where 64 equal requests in 16 parts are not 4 whole ones a part."""
     _, boundaries = planned([8192] * 64, None, 16)
-    assert boundaries.tolist() == [[4 * part, 0] for part in range(17)]
+    assert boundaries[:, :2].tolist() == [[4 * part, 0] for part in range(17)]
 
 
 def test_control_a_list_without_a_tile_or_a_piece_is_noticed() -> None:
