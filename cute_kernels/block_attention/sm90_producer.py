@@ -100,14 +100,17 @@ def fetch(
     """Everything that a part reads. One thread runs this."""
     start, context = first_item
     even, odd, phase_q = Int32(1), Int32(1), Int32(1)  # a fresh barrier lets the first wait for its other phase pass
+    if first_request < stop:  # a copy for nobody could land when this block is gone
+        fetch_queries(f, first_request, phase_q)
     for request in cutlass.range(first_request, stop, unroll=1):
-        fetch_queries(f, request, phase_q)
-        phase_q = phase_q ^ 1
         all_tiles = tiles.context_tiles(start, context) + 1
         begin, end = tiles.span(request, all_tiles, first_request, first_tile, last_request, last_tile)
         tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, begin, f.rTicket0)
         if begin + 1 < end:
             tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, begin + 1, f.rTicket1)
+        if request > first_request:  # its tiles have been looked up while the request before was computed
+            phase_q = phase_q ^ 1
+            fetch_queries(f, request, phase_q)
         for tile in cutlass.range(begin, end, 2, unroll=1):
             if tile + 2 < end:
                 tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, tile + 2, f.rNext0)

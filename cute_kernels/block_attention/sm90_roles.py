@@ -195,22 +195,6 @@ def trade(is_upper: cutlass.Boolean, x: Int32, y: Int32, offset: cutlass.Constex
 
 
 @cute.jit
-def place(joins: cutlass.Constexpr[bool], part: Int32, first_part: Int32, pieces: Int32) -> tuple[Int32, Int32]:
-    """(pieces of the request, less than 0: joined ones; slot of this part's): 2 * part, or one more where it is the first.
-
-    Two joined parts leave their piece where the first of them would.
-    """
-    home = part
-    if cutlass.const_expr(joins):
-        if pieces < 0:
-            home = part - part % 2
-    slot = 2 * home
-    if home == first_part:
-        slot = 2 * home + 1
-    return pieces, slot
-
-
-@cute.jit
 def send(k: SimpleNamespace):
     """The sums to the other block of the cluster, as they lie in registers, where its queries were; then what they refer to.
 
@@ -257,10 +241,14 @@ def finish(
     mPartial: cute.Tensor,
     mPartialLse: cute.Tensor,
     request: Int32,
+    part: Int32,
+    first_part: Int32,
     pieces: Int32,
-    slot: Int32,
 ):
-    """A whole request goes to the output, a piece to its slot of the workspace."""
+    """A whole request goes to the output, a piece to the workspace: slot 2 * part, or one more where it is the first.
+
+    Two joined parts leave their piece where the first of them would.
+    """
     for r in cutlass.range_constexpr(2):
         total = k.rSum[r]
         total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
@@ -272,15 +260,20 @@ def finish(
     for r in cutlass.range_constexpr(2):
         k.rSum[r] = k.rSum[r] + k.sShrink[k.row + 8 * r, k.group]
         k.rTop[r] = k.sTop[k.row + 8 * r]
-    is_whole, is_mine = pieces == 1, cutlass.Boolean(True)
+    is_whole, is_mine, home = pieces == 1, cutlass.Boolean(True), part
     if cutlass.const_expr(joins):  # left sums go to the first of two blocks, right's to the second
         is_whole, is_mine = (pieces == 1) | (pieces == -1), (pieces > 0) | (k.group == k.rank)
+        if pieces < 0:
+            home = part - part % 2
         if not is_mine:
             send(k)
         if is_mine & (pieces < 0):
             receive(k)
     for r in cutlass.range_constexpr(2):
         k.rShrink[r] = cute.arch.rcp_approx(k.rSum[r])
+    slot = 2 * home
+    if home == first_part:
+        slot = 2 * home + 1
     if is_mine & is_whole:
         write_rows(k, mOut, request)
     if is_mine & (not is_whole):
