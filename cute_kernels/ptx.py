@@ -38,13 +38,10 @@ def pure(text: str, constraints: str, result: Any, *operands: Any, loc: Any = No
 
 
 @dsl_user_op
-def wait(barrier: cute.Pointer, phase: Int32, scope: str = "", *, loc: Any = None, ip: Any = None) -> None:
-    """Wait for a phase of a barrier in shared memory. It spins: `mbarrier_wait` of the DSL sleeps between two looks.
-
-    scope: ".acquire.cluster" where what is waited for was done by threads of another block of the cluster.
-    """
+def wait(barrier: cute.Pointer, phase: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Wait for a phase of a barrier in shared memory. It spins: `mbarrier_wait` of the DSL sleeps between two looks."""
     text = (
-        f"{{\n\t.reg .pred P1;\n\tLAB_WAIT:\n\tmbarrier.try_wait.parity{scope}.shared::cta.b64 P1, [$0], $1;\n\t"
+        "{\n\t.reg .pred P1;\n\tLAB_WAIT:\n\tmbarrier.try_wait.parity.shared::cta.b64 P1, [$0], $1;\n\t"
         "@P1 bra.uni DONE;\n\tbra.uni LAB_WAIT;\n\tDONE:\n\t}"
     )
     address = barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)

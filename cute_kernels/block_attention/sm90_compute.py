@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
-from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, HALF, finish, left, right, score
+from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, HALF, finish, left, right, score, traded
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, LOWEST, RIGHT
 from cute_kernels.ptx import wait
 
@@ -48,6 +48,7 @@ def compute(
     store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     copy_q = cute.make_tiled_copy_A(load, qk_rotary).get_slice(thread)
     copy_p = cute.make_tiled_copy_C(store, qk).get_slice(thread)
+    sent, got = traded(c.sums_here, thread), traded(c.sums_there, thread)
     # What both roles use, by name; no value here changes but registers and shared memory
     k = SimpleNamespace(
         qk=qk,
@@ -89,8 +90,10 @@ def compute(
         rank=part % 2,
         ready=c.ready,
         received=c.received,
-        sOther=c.sOther,
-        sSums=c.sSums,
+        sSent=sent[0],
+        sSentRows=sent[1],
+        sGot=got[0],
+        sGotRows=got[1],
         peer_ready=ptx.of_peer(c.ready.toint(), 1 - part % 2) if joins else None,
     )
     start, context = first_item

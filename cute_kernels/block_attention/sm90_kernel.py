@@ -11,7 +11,7 @@ from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK, BlockAttentionConfig
 from cute_kernels.block_attention.sm90_compute import compute
 from cute_kernels.block_attention.sm90_producer import fetch, slice_of
-from cute_kernels.block_attention.sm90_roles import COMPUTING, HALF
+from cute_kernels.block_attention.sm90_roles import COMPUTING, HALF, SENT_BYTES
 from cute_kernels.block_attention.sm90_tiles import CHUNKS
 from cute_kernels.support import smem_allocator
 
@@ -70,7 +70,6 @@ class BlockAttentionSm90:
             received: cute.struct.MemRange[Int64, 1]
             top: cute.struct.MemRange[Float32, SM90_BLOCK]
             shrink: cute.struct.MemRange[Float32, 2 * SM90_BLOCK]
-            other: cute.struct.Align[cute.struct.MemRange[Float32, 2 * SM90_BLOCK], 8]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             tokens: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             weights: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_p)], 1024]
@@ -166,7 +165,8 @@ class BlockAttentionSm90:
                     cute.arch.mbarrier_init(free + i, 4)
                 cute.arch.mbarrier_init(free_q, 4)
                 cute.arch.mbarrier_init(shared.ready.data_ptr(), 4)
-                cute.arch.mbarrier_init(shared.received.data_ptr(), 4)
+                cute.arch.mbarrier_init(shared.received.data_ptr(), 1)
+                ptx.expect_bytes(shared.received.data_ptr().toint(), 4 * SENT_BYTES)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if cutlass.const_expr(self.joins):
@@ -237,10 +237,8 @@ class BlockAttentionSm90:
                 block_rows=tBlock.shape[0],
                 ready=shared.ready.data_ptr(),
                 received=shared.received.data_ptr(),
-                sOther=shared.other.get_tensor(cute.make_layout((2, SM90_BLOCK))),
-                sSums=cute.make_tensor(
-                    cute.recast_ptr(shared.queries.data_ptr(), dtype=Float32), cute.make_layout((4, 128, HALF // 8))
-                ),
+                sums_here=cute.recast_ptr(shared.tokens.data_ptr(), dtype=Float32),
+                sums_there=cute.recast_ptr(shared.queries.data_ptr(), dtype=Float32),
             )
             compute(
                 c,

@@ -1,7 +1,7 @@
 """Instructions that the sm90 schedule issues as PTX. Imports the compiler."""
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Int32, Int64, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -77,20 +77,21 @@ def of_peer(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
-def store_at_peer(address: Int32, values: tuple, *, loc=None, ip=None) -> None:
-    """2 or 4 fp32 values to another block's shared memory; the address is a multiple of their size."""
-    count = len(values)
-    names = ", ".join(f"${1 + i}" for i in range(count))
-    operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in values]
-    text = f"st.shared::cluster.v{count}.f32 [$0], {{{names}}};"
-    asm(text, "r," + "f," * count + "~{memory}", Int32(address).ir_value(loc=loc, ip=ip), *operands, loc=loc, ip=ip)
+def copy_to_peer(target: Int32, source: Int32, size: Int32, barrier: Int32, *, loc=None, ip=None) -> None:
+    """Copy this block's shared memory to another block's, whose barrier counts the bytes; one thread issues it."""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (target, source, size, barrier)]
+    text = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    asm(text, "r,r,r,r,~{memory}", *operands, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def arrive_at_peer(barrier: Int32, is_one: cutlass.Boolean, *, loc=None, ip=None) -> None:
-    """Arrive at a barrier of another block, in the threads for which `is_one` holds. What the thread did is seen by who waits."""
+    """Arrive at a barrier of another block of the cluster, in the threads for which `is_one` holds; no branch.
+
+    It orders nothing: with release at the cluster's scope every thread would wait here for all that the block has stored.
+    """
     text = (
         "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t"
-        "@P1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];\n\t}"
+        "@P1 mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [$0];\n\t}"
     )
     asm(text, "r,r,~{memory}", *[Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, is_one)], loc=loc, ip=ip)

@@ -20,6 +20,7 @@ COMPUTING = 256  # threads of the two warpgroups
 FIRST, SECOND, BOTH = 1, 2, 3  # named barriers; 6 and 7 belong to one warpgroup each
 HALF = 256  # value columns of a warpgroup
 UNITS_OF_WARP = HALF // 8  # see `SM90_UNITS`
+SENT_BYTES = 16 * HALF * 4 + 16 * 2 * 4  # of a warp to the other block: sums of 16 rows, and of each row what they refer to
 
 
 def score(k: SimpleNamespace, phase: Int32, stage: int, chunks: tuple, clear: bool = True) -> None:
@@ -194,40 +195,54 @@ def trade(is_upper: cutlass.Boolean, x: Int32, y: Int32, offset: cutlass.Constex
     return first, second
 
 
+def traded(memory: cute.Pointer, thread: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """A thread's place in what warps trade: (4 sums, HALF / 8), 512 bytes of a warp in a row; (reference and weights, 2 rows)."""
+    base, lane = memory + thread // 32 * (SENT_BYTES // 4), thread % 32
+    sums = cute.make_tensor((base + 4 * lane).align(16), cute.make_layout((4, HALF // 8), stride=(1, 128)))
+    rows = cute.make_tensor(base + 16 * HALF + lane // 4 * 2, cute.make_layout((2, 2), stride=(1, 16)))
+    return sums, rows
+
+
 @cute.jit
 def send(k: SimpleNamespace):
-    """The sums to the other block of the cluster, as they lie in registers, where its queries were; then what they refer to.
-
-    Both blocks have the same rows, and the warpgroup there that gets them has the same columns.
+    """The sums to the other block of the cluster, as they lie in registers, and what they refer to: from where this block's tokens
+    were to where that one's queries were. Both have the same rows, and the warpgroup there that gets them the same columns.
     """
-    wait(k.ready, Int32(0), ".acquire.cluster")
-    peer = 1 - k.rank
-    target = ptx.of_peer(k.sSums[None, k.thread, 0].iterator.toint(), peer)
+    rFour = cute.make_rmem_tensor((4,), k.rO.element_type)
     for i in cutlass.range_constexpr(HALF // 8):
-        values = tuple(k.rO[(e % 2, e // 2, i), 0, 0] for e in range(4))
-        ptx.store_at_peer(target + i * (4 * 128 * 4), values)
+        for e in cutlass.range_constexpr(4):
+            rFour[e] = k.rO[(e % 2, e // 2, i), 0, 0]
+        cute.autovec_copy(rFour, k.sSent[None, i])
+    rows, is_first = k.sSentRows, k.thread % 4 == 0
     for r in cutlass.range_constexpr(2):
-        if k.thread % 4 == 0:
-            other = ptx.of_peer(k.sOther[None, k.row + 8 * r].iterator.toint(), peer)
-            ptx.store_at_peer(other, (k.rTop[r], k.rSum[r]))
+        top, weights = k.rTop[r], k.rSum[r]
+        if is_first:
+            rows[0, r] = top
+            rows[1, r] = weights
+    cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
-    ptx.arrive_at_peer(ptx.of_peer(k.received.toint(), peer), k.is_speaker)
+    wait(k.ready, Int32(0))
+    is_speaker, source = k.is_speaker, k.sSent.iterator.toint()
+    target = ptx.of_peer(k.sGot.iterator.toint(), 1 - k.rank)
+    received = ptx.of_peer(k.received.toint(), 1 - k.rank)
+    if is_speaker:
+        ptx.copy_to_peer(target, source, Int32(SENT_BYTES), received)
 
 
 @cute.jit
 def receive(k: SimpleNamespace):
     """Add what the other block sent to the sums here, both measured against the higher reference."""
-    wait(k.received, Int32(0), ".acquire.cluster")
+    wait(k.received, Int32(0))
     rOther = cute.make_rmem_tensor((4,), k.rO.element_type)
     for r in cutlass.range_constexpr(2):
-        top = cute.arch.fmax(k.rTop[r], k.sOther[0, k.row + 8 * r])
-        k.rShrink[r] = cute.math.exp2(k.sOther[0, k.row + 8 * r] - top, fastmath=True)
+        top = cute.arch.fmax(k.rTop[r], k.sGotRows[0, r])
+        k.rShrink[r] = cute.math.exp2(k.sGotRows[0, r] - top, fastmath=True)
         shrink = cute.math.exp2(k.rTop[r] - top, fastmath=True)
-        k.rSum[r] = k.rSum[r] * shrink + k.sOther[1, k.row + 8 * r] * k.rShrink[r]
+        k.rSum[r] = k.rSum[r] * shrink + k.sGotRows[1, r] * k.rShrink[r]
         k.rTop[r] = top
         tiles.scale_rows(k.O, r, shrink)
     for i in cutlass.range_constexpr(HALF // 8):
-        cute.autovec_copy(k.sSums[None, k.thread, i], rOther)
+        cute.autovec_copy(k.sGot[None, i], rOther)
         for e in cutlass.range_constexpr(4):
             k.rO[(e % 2, e // 2, i), 0, 0] = k.rO[(e % 2, e // 2, i), 0, 0] + rOther[e] * k.rShrink[e // 2]
 
@@ -287,3 +302,7 @@ def finish(
                     mLse[request, row] = lse
                 else:
                     mPartialLse[slot, row] = lse
+    if cutlass.const_expr(joins):
+        if pieces < 0:  # memory that the other block reads stays until it has
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
