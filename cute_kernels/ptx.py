@@ -24,12 +24,21 @@ def asm(text: str, constraints: str, *operands: Any, loc: Any = None, ip: Any = 
 
 def pure(text: str, constraints: str, result: Any, *operands: Any, loc: Any = None, ip: Any = None) -> Any:
     """An instruction that gives a value, of MLIR type `result`, and does nothing else."""
+    return _valued(text, constraints, result, operands, False, loc, ip)
+
+
+def opaque(text: str, constraints: str, result: Any, *operands: Any, loc: Any = None, ip: Any = None) -> Any:
+    """As `pure`, but issued where it stands, each time."""
+    return _valued(text, constraints, result, operands, True, loc, ip)
+
+
+def _valued(text: str, constraints: str, result: Any, operands: Any, stays: bool, loc: Any, ip: Any) -> Any:
     return llvm.inline_asm(
         result,
         list(operands),
         text,
         constraints,
-        has_side_effects=False,
+        has_side_effects=stays,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
         loc=loc,

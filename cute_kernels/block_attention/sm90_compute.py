@@ -36,10 +36,7 @@ def compute(
 ):
     """A part's requests: first_request from first_tile on, to last_request up to last_tile; `stop` is behind the last."""
     qk, qk_rotary, pv_own, pv_other, thread = c.qk, c.qk_rotary, c.pv_own, c.pv_other, c.thread
-    dtype, value_width, tile_shape = c.sQ.element_type, (CHUNKS - 1) * SEGMENT, (SM90_BLOCK, SEGMENT)
-    all_qk, all_pv = qk.get_slice(0), pv_own.get_slice(0)
-    sKv = cute.local_tile(c.sK, (SM90_BLOCK, value_width, 2), (0, 0, 0))
-    sVt = cute.composition(sKv, cute.make_ordered_layout((value_width, SM90_BLOCK, 2), order=(1, 0, 2)))
+    dtype, tile_shape = c.sP0.element_type, (SM90_BLOCK, SEGMENT)
     rS = cute.make_rmem_tensor(qk.get_slice(thread).partition_shape_C((SM90_BLOCK, SM90_BLOCK)), Float32)
     rO = cute.make_rmem_tensor(pv_own.get_slice(thread).partition_shape_C((SM90_BLOCK, HALF)), Float32)
     rP = cute.make_rmem_tensor(tiles.as_operand(rS).layout, dtype)
@@ -60,12 +57,12 @@ def compute(
         sTop=c.sTop,
         sShrink=c.sShrink,
         sRaw=c.sRaw,
-        tA=qk.make_fragment_A(all_qk.partition_A(cute.local_tile(c.sQ, (SM90_BLOCK, value_width), (0, 0)))),
-        tB=qk.make_fragment_B(all_qk.partition_B(sKv)),
-        tBr=qk.make_fragment_B(all_qk.partition_B(cute.local_tile(c.sK, (SM90_BLOCK, SEGMENT, 2), (0, CHUNKS - 1, 0)))),
-        tV=pv_own.make_fragment_B(all_pv.partition_B(cute.local_tile(sVt, (HALF, SM90_BLOCK, 2), (c.group, 0, 0)))),
-        tP0=pv_other.make_fragment_A(pv_other.get_slice(0).partition_A(c.sP0)),
-        tP1=pv_other.make_fragment_A(pv_other.get_slice(0).partition_A(c.sP1)),
+        layout_q=c.layout_q,
+        layout_k=c.layout_k,
+        layout_p=c.layout_p,
+        queries_at=c.queries_at,
+        tokens_at=c.tokens_at,
+        weights_at=c.weights_at,
         rS=rS,
         rO=rO,
         rP=rP,

@@ -143,7 +143,6 @@ class BlockAttentionSm90:
         row = (thread // 32) * 16 + (thread % 32) // 4  # of the thread's two rows of a tile the first; the other is 8 below
         shared = smem_allocator().allocate(self.Shared)
         sQ = shared.queries.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        sK = shared.tokens.get_tensor(layout_k.outer, swizzle=layout_k.inner)
         sP0 = shared.weights.get_tensor(layout_p.outer, swizzle=layout_p.inner)
         sP1 = cute.local_tile(sQ, (SM90_BLOCK, SEGMENT), (0, CHUNKS - 1))
         sTop = shared.top.get_tensor(cute.make_layout(SM90_BLOCK))
@@ -214,8 +213,12 @@ class BlockAttentionSm90:
             if cutlass.const_expr(self.joins):
                 cute.arch.cluster_wait()  # the other block's barriers are set up
             c = SimpleNamespace(
-                sQ=sQ,
-                sK=sK,
+                layout_q=layout_q,
+                layout_k=layout_k,
+                layout_p=layout_p,
+                queries_at=shared.queries.data_ptr().toint(),
+                tokens_at=shared.tokens.data_ptr().toint(),
+                weights_at=shared.weights.data_ptr().toint(),
                 sP0=sP0,
                 sP1=sP1,
                 sTop=sTop,

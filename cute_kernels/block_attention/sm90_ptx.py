@@ -6,7 +6,7 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from cute_kernels.ptx import asm, pure
+from cute_kernels.ptx import asm, opaque, pure
 
 
 @dsl_user_op
@@ -33,6 +33,12 @@ def map_address(atom: cute.CopyAtom, barrier: cute.Pointer, *, loc=None, ip=None
     kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
     pointer = cute_nvgpu.get_tma_desc_addr(kind, atom._unpack(loc=loc, ip=ip, tma_bar_ptr=barrier), loc=loc, ip=ip)
     return Int64(cute_nvgpu.cast_tma_desc_to_integer(T.i64(), pointer.value, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def again(value: Int32, *, loc=None, ip=None) -> Int32:
+    """The same number, but a compiler takes it for a new one: what is computed from it is not kept from one use to the next."""
+    return Int32(opaque("mov.b32 $0, $1;", "=r,r", T.i32(), Int32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 @dsl_user_op

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
-from cute_kernels.block_attention.config import SM90_BLOCK, SM90_UNIT
+from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK, SM90_UNIT
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, RIGHT
 from cute_kernels.ptx import wait
 
@@ -23,19 +23,53 @@ UNITS_OF_WARP = HALF // 8  # see `SM90_UNITS`
 SENT_BYTES = 16 * HALF * 4 + 16 * 2 * 4  # of a warp to the other block: sums of 16 rows, and of each row what they refer to
 
 
+def tensor_at(address: Int32, layout: cute.ComposedLayout, dtype) -> cute.Tensor:
+    """Shared memory at an address, as the tensor cores read it."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=1024)
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype), layout.outer)
+
+
+def score_operands(k: SimpleNamespace) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+    """Queries, tokens, and the tokens' rotary part, as descriptors. They are made where they are used: kept over a loop they lie in
+    a thread's registers, and each product would first move its two to those of the warp.
+    """
+    whole, value_width, dtype = k.qk.get_slice(0), (CHUNKS - 1) * SEGMENT, k.rP.element_type
+    sQ, sK = tensor_at(ptx.again(k.queries_at), k.layout_q, dtype), tensor_at(ptx.again(k.tokens_at), k.layout_k, dtype)
+    sKv = cute.local_tile(sK, (SM90_BLOCK, value_width, 2), (0, 0, 0))
+    sKr = cute.local_tile(sK, (SM90_BLOCK, SEGMENT, 2), (0, CHUNKS - 1, 0))
+    tA = k.qk.make_fragment_A(whole.partition_A(cute.local_tile(sQ, (SM90_BLOCK, value_width), (0, 0))))
+    return tA, k.qk.make_fragment_B(whole.partition_B(sKv)), k.qk.make_fragment_B(whole.partition_B(sKr))
+
+
+def values(k: SimpleNamespace, half: int) -> cute.Tensor:
+    """Half of the value columns of both buffers, as descriptors; see `score_operands`."""
+    value_width = (CHUNKS - 1) * SEGMENT
+    sKv = cute.local_tile(tensor_at(ptx.again(k.tokens_at), k.layout_k, k.rP.element_type), (SM90_BLOCK, value_width, 2), (0, 0, 0))
+    sVt = cute.composition(sKv, cute.make_ordered_layout((value_width, SM90_BLOCK, 2), order=(1, 0, 2)))
+    return k.pv_own.make_fragment_B(k.pv_own.get_slice(0).partition_B(cute.local_tile(sVt, (HALF, SM90_BLOCK, 2), (half, 0, 0))))
+
+
+def shared_weights(k: SimpleNamespace, stage: int) -> cute.Tensor:
+    """Weights that the other warpgroup wrote, of tile `stage` of a pair, as descriptors; see `score_operands`."""
+    address = k.queries_at + (CHUNKS - 1) * tiles.CHUNK_BYTES if stage else k.weights_at
+    sP = tensor_at(ptx.again(address), k.layout_p, k.rP.element_type)
+    return k.pv_other.make_fragment_A(k.pv_other.get_slice(0).partition_A(sP))
+
+
 def score(k: SimpleNamespace, phase: Int32, stage: int, chunks: tuple, clear: bool = True) -> None:
     """Issue the scores of a tile, chunk by chunk as they land; each chunk is a group of products."""
+    tA, tB, tBr = score_operands(k)
     for c in chunks:
         wait(k.landed + (stage * CHUNKS + c), phase)
         warpgroup.fence()
         first = clear and c == chunks[0]
         if c == CHUNKS - 1:
-            tiles.multiply(k.qk_rotary, k.rS, k.rQ, k.tBr[None, None, None, stage], first)
+            tiles.multiply(k.qk_rotary, k.rS, k.rQ, tBr[None, None, None, stage], first)
         else:
             atom = cute.make_mma_atom(k.qk.op)
             for j in range(4 * c, 4 * c + 4):
                 atom.set(warpgroup.Field.ACCUMULATE, not (first and j == 4 * c))
-                cute.gemm(atom, k.rS, k.tA[None, None, j], k.tB[None, None, j, stage], k.rS)
+                cute.gemm(atom, k.rS, tA[None, None, j], tB[None, None, j, stage], k.rS)
         warpgroup.commit_group()
 
 
@@ -74,7 +108,7 @@ def left(
     share_weights(k, k.sP0)
     cute.arch.barrier_arrive(barrier_id=FIRST, number_of_threads=COMPUTING)
     warpgroup.fence()
-    tiles.multiply(k.pv_own, k.rO, k.rP, k.tV[None, None, None, 0], False)
+    tiles.multiply(k.pv_own, k.rO, k.rP, values(k, 0)[None, None, None, 0], False)
     warpgroup.commit_group()
     warpgroup.wait_group(0)
     release(k, 0, 0)
@@ -87,7 +121,7 @@ def left(
             k.rShrink[r] = k.sShrink[k.row + 8 * r, 1]
         tiles.follow(k.O, k.rSum, k.rShrink, False)
         warpgroup.fence()
-        tiles.multiply(k.pv_other, k.rO, k.tP1, k.tV[None, None, None, 1], False)
+        tiles.multiply(k.pv_other, k.rO, shared_weights(k, 1), values(k, 0)[None, None, None, 1], False)
         warpgroup.commit_group()
         if cutlass.const_expr(is_last):
             warpgroup.wait_group(0)
@@ -124,7 +158,7 @@ def right(
         k.rShrink[r] = k.sShrink[k.row + 8 * r, 0]
     tiles.follow(k.O, k.rSum, k.rShrink, False)
     warpgroup.fence()
-    tiles.multiply(k.pv_other, k.rO, k.tP0, k.tV[None, None, None, 0], False)
+    tiles.multiply(k.pv_other, k.rO, shared_weights(k, 0), values(k, 1)[None, None, None, 0], False)
     warpgroup.commit_group()
     if cutlass.const_expr(not is_alone):
         tiles.settle(k.rTop, k.rShrink, k.sTop, k.sShrink, k.row, k.thread, k.scale_log2, 1)
@@ -133,7 +167,7 @@ def right(
         share_weights(k, k.sP1)
         cute.arch.barrier_arrive(barrier_id=SECOND, number_of_threads=COMPUTING)
         warpgroup.fence()
-        tiles.multiply(k.pv_own, k.rO, k.rP, k.tV[None, None, None, 1], False)
+        tiles.multiply(k.pv_own, k.rO, k.rP, values(k, 1)[None, None, None, 1], False)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         release(k, 0, 1)
