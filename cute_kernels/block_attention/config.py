@@ -1,6 +1,7 @@
 """What is fixed before a launch: tiles, the kernel's configuration, and how many parts share the work. Pure Python."""
 
 from dataclasses import dataclass
+from typing import Any
 
 NAME = "block_attention"
 BLOCK_M = 32  # packed rows (block row, head) of a tile
@@ -33,7 +34,7 @@ class Schedule:
         item_cost: what starting on a request costs, in tiles. min_quantum: least cost, and least tiles, worth a part.
         aligned: tiles begin at positions that block_tokens divides, the block is a tile of its own behind them. Else the
             first tile begins at the context's first token, and the block follows the context without a gap.
-        joins: whether it merges parts 2i and 2i + 1 of a request itself, where the number of parts is even.
+        joins: whether it merges the two parts of a request itself, where `may_join` says that there may be such.
     """
 
     name: str
@@ -100,6 +101,11 @@ class BlockAttentionConfig:
         if self.page_size not in SM90_PAGE_SIZES:
             return f"the sm90 schedule needs pages of {', '.join(map(str, SM90_PAGE_SIZES))} tokens, they have {self.page_size}"
         return self.reason()
+
+
+def may_join(batch: Any, parts: Any) -> Any:
+    """Whether a work list may give every request two parts, 2i and 2i + 1. With more parts for each they would be too long."""
+    return (parts % 2 == 0) & (2 * batch <= parts) & (parts < 3 * batch)
 
 
 def pick_schedule(config: BlockAttentionConfig, arch: str) -> str:

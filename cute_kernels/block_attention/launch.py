@@ -16,6 +16,7 @@ from cute_kernels.block_attention.config import (
     SM90_PAGE_SIZES,
     VECTOR,
     BlockAttentionConfig,
+    may_join,
     pick_schedule,
     shape_reason,
 )
@@ -193,7 +194,7 @@ def _launch(
 ) -> None:
     config, arch = _config(q, pages, out.shape[-1]), arch_name(q.device)
     if schedule == SM90.name:
-        joins = sm90.joins(boundaries.shape[0] - 1)
+        joins = may_join(requests.shape[0], boundaries.shape[0] - 1)
         attend = compiled(sm90.name(joins), config, arch, partial(sm90.compile_for, config, arch, joins=joins))
         pages = pages if pages.shape[0] else pages.new_zeros(1, *pages.shape[1:])  # a tensor map has no empty dim
     else:

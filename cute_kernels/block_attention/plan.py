@@ -6,7 +6,7 @@ lines.
 
 - Separate: every request has parts of its own and is cut evenly among them, so that no part pays twice for starting on a
   request. Taken where a part then costs hardly more than quantum + item_cost, which is what a part of the other list may cost.
-  Where the schedule joins parts 2i and 2i + 1 itself, and the parts suffice, every request gets an even number of them.
+  Where the schedule joins two parts of a request itself, and two for each are as good, every request gets two.
 - Contiguous: the batch is a line of costs, per request item_cost, then one for each tile of its context and block. The line is
   cut every quantum, wherever that falls.
 
@@ -17,7 +17,7 @@ the layers of the step before may still read the list.
 from typing import Any
 
 from cute_kernels.arch import is_dependent_launch
-from cute_kernels.block_attention.config import Schedule
+from cute_kernels.block_attention.config import Schedule, may_join
 from cute_kernels.support import smem_allocator
 
 PLAN = "block_attention_plan"
@@ -66,41 +66,42 @@ def kernel_class() -> type:
             return value
 
         @cute.jit
-        def longest_piece(
-            self, sTiles: cute.Tensor, sTried: cute.Tensor, batch: Int32, parts: Int32, quantum: Int32
-        ) -> tuple[Int32, Int32]:
-            """(the least number of tiles whose pieces fit the parts, 0 where none is found; whether pieces are even in number).
-
-            All threads call it.
-            """
+        def longest_piece(self, sTiles: cute.Tensor, sTried: cute.Tensor, batch: Int32, parts: Int32, quantum: Int32) -> Int32:
+            """The least number of tiles whose pieces fit the parts; 0 where none is found. All threads call it."""
             tidx, _, _ = cute.arch.thread_idx()
             warp, lane = tidx // WARP, tidx % WARP
             least = quantum - self.schedule.item_cost  # with less, the pieces cost more than the parts can hold
             if least < self.schedule.min_quantum:
                 least = Int32(self.schedule.min_quantum)
-            tried, pieces, even = least + warp, Int32(0), Int32(0)
+            tried, pieces = least + warp, Int32(0)
             for request in cutlass.range(lane, batch, WARP, unroll=1):
-                own = (sTiles[request] + tried - 1) // tried
-                pieces += own
-                even += (own + 1) // 2 * 2
-            pieces, even = cute.arch.warp_reduction_sum(pieces), cute.arch.warp_reduction_sum(even)
+                pieces += (sTiles[request] + tried - 1) // tried
+            pieces = cute.arch.warp_reduction_sum(pieces)
             if lane == 0:
-                sTried[warp, 0], sTried[warp, 1] = pieces, even
+                sTried[warp] = pieces
             cute.arch.sync_threads()
-            longest, is_even = Int32(0), Int32(0)
-            for kind in cutlass.range_constexpr(2):
-                if cutlass.const_expr(kind == 0 or self.schedule.joins):
-                    for i in cutlass.range_constexpr(PLAN_WARPS - 1, -1, -1):
-                        if sTried[i, kind] <= parts and least + i <= quantum + quantum // SLACK and parts % 2 * kind == 0:
-                            longest, is_even = least + i, Int32(kind)
-            return longest, is_even
+            longest = Int32(0)
+            for i in cutlass.range_constexpr(PLAN_WARPS - 1, -1, -1):
+                if sTried[i] <= parts and least + i <= quantum + quantum // SLACK:
+                    longest = least + i
+            return longest
+
+        @cute.jit
+        def most_tiles(self, sTiles: cute.Tensor, batch: Int32) -> Int32:
+            """Of a request."""
+            tidx, _, _ = cute.arch.thread_idx()
+            most = Int32(0)
+            for request in cutlass.range(tidx % WARP, batch, WARP, unroll=1):
+                if sTiles[request] > most:
+                    most = sTiles[request]
+            return cute.arch.warp_reduction(most, lambda x, y: cutlass.max(x, y))
 
         @cute.jit
         def __call__(
             self,
             mLength: cute.Tensor,  # (B), int32
             mStart: cute.Tensor,  # (B), int32; any where has_start is 0
-            mRequests: cute.Tensor,  # (B, 4): start, context tokens, first part, pieces; less than 0: so many joined ones
+            mRequests: cute.Tensor,  # (B, 4): start, context tokens, first part, pieces; -1: two parts are joined
             mBoundaries: cute.Tensor,  # (parts + 1, 4): request, tile, the request's start and context tokens
             has_start: Int32,
             block_rows: Int32,
@@ -133,7 +134,7 @@ def kernel_class() -> type:
             sTiles = allocator.allocate_tensor(Int32, of_threads, byte_alignment=16)
             sCosts = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
             sPieces = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
-            sTried = allocator.allocate_tensor(Int32, cute.make_layout((PLAN_WARPS, 2)), byte_alignment=16)
+            sTried = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
             per_thread = (batch + PLAN_THREADS - 1) // PLAN_THREADS
             first = tidx * per_thread
             last = first + per_thread
@@ -162,17 +163,23 @@ def kernel_class() -> type:
             quantum = (total + parts - 1) // parts
             if quantum < self.schedule.min_quantum:
                 quantum = Int32(self.schedule.min_quantum)
-            longest, is_even = Int32(0), Int32(0)  # tiles of a piece of the separate list; 0: contiguous
+            longest = Int32(0)  # tiles of a piece of the separate list; 0: contiguous
+            is_joined = False
             if batch <= parts and batch <= PLAN_THREADS:
-                longest, is_even = self.longest_piece(sTiles, sTried, batch, parts, quantum)
+                longest = self.longest_piece(sTiles, sTried, batch, parts, quantum)
+                if cutlass.const_expr(self.schedule.joins):
+                    if may_join(batch, parts):
+                        half = (self.most_tiles(sTiles, batch) + 1) // 2
+                        if half <= quantum + quantum // SLACK:
+                            longest, is_joined = half, True
             stride = quantum  # of targets on the line that sEnd measures
             if longest > 0:
                 own = (tiles + longest - 1) // longest
                 pieces = own
-                if is_even != 0:
-                    own = (own + 1) // 2 * 2
+                if is_joined and tidx < batch:
+                    own = Int32(2)
                     if tiles > 1:
-                        pieces = -(own // 2)
+                        pieces = Int32(-1)
                 end = self.sum_up_to(own, sPieces)
                 sEnd[tidx] = end
                 if tidx < batch:

@@ -64,11 +64,6 @@ from cute_kernels.block_attention.operands import fake_operands
 from cute_kernels.errors import UnsupportedKernelError
 
 
-def joins(parts: int) -> bool:
-    """Whether the kernel for so many parts joins them in pairs."""
-    return parts % 2 == 0
-
-
 def name(joined: bool) -> str:
     """Of the kernel that joins parts, or does not, in the cache."""
     return f"{NAME}_{SM90.name}{'_joins' if joined else ''}"
@@ -82,7 +77,7 @@ def kernel_class() -> type:
 
 
 def compile_for(config: BlockAttentionConfig, arch: str, options: str = "", *, joins: bool = True) -> Any:
-    """Compile for sm_90a; needs no GPU. `options`: more flags of the compiler. `joins`: for an even number of parts."""
+    """Compile for sm_90a; needs no GPU. `options`: more flags of the compiler. `joins`: see `may_join`."""
     why = config.sm90_reason(arch)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME}: {why}. Use the portable schedule.")

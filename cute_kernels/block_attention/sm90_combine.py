@@ -105,14 +105,11 @@ def kernel_class() -> type:
                 if mBoundaries[part, 1] == 0:
                     request = Int32(-1)
             if request >= 0:
-                first_part, pieces, step = mRequests[request, 2], mRequests[request, 3], Int32(2)
-                if pieces < 0:  # each of two parts
-                    pieces, step = -pieces, Int32(4)
+                first_part, pieces = mRequests[request, 2], mRequests[request, 3]
                 if cutlass.const_expr(not self.config.by_request):
                     is_first = part == first_part + 1  # of all parts that begin inside it
                 if pieces > 1 and is_first:
-                    place = (2 * first_part, step)
-                    self.merge(mPartial, mPartialLse, mOut, mLse, request, place, pieces, block, tidx // WARP, tidx % WARP)
+                    self.merge(mPartial, mPartialLse, mOut, mLse, request, first_part, pieces, block, tidx // WARP, tidx % WARP)
 
         @cute.jit
         def merge(
@@ -122,7 +119,7 @@ def kernel_class() -> type:
             mOut: cute.Tensor,
             mLse: cute.Tensor,
             request: Int32,
-            place: tuple[Int32, Int32],  # slot of the first piece less 1, and how far it is from one to the next
+            first_part: Int32,
             pieces: Int32,
             block: Int32,
             warp: Int32,
@@ -149,7 +146,7 @@ def kernel_class() -> type:
                     at = piece
                     if piece >= pieces:
                         at = pieces - 1
-                    slot = place[0] + place[1] * at
+                    slot = 2 * (first_part + at)
                     if at == 0:
                         slot += 1
                     lse = mPartialLse[slot, held]

@@ -12,8 +12,9 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
-from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, HALF, finish, left, right, score, traded
-from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, LOWEST, RIGHT
+from cute_kernels.block_attention.sm90_finish import finish, traded
+from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, left, right, score
+from cute_kernels.block_attention.sm90_tiles import HALF, LEFT, LOWEST, RIGHT
 from cute_kernels.ptx import wait
 
 
@@ -96,7 +97,9 @@ def compute(
     start, context = first_item
     phase, phase_q = Int32(0), Int32(0)
     for request in cutlass.range(first_request, stop, unroll=1):
-        first_part, pieces = mRequests[request, 2], mRequests[request, 3]  # wanted at the end
+        pieces = Int32(1)
+        if cutlass.const_expr(joins):
+            pieces = mRequests[request, 3]  # less than 0: this part is joined with its neighbour. Wanted at the end
         all_tiles = tiles.context_tiles(start, context) + 1
         begin, end = tiles.span(request, all_tiles, first_request, first_tile, last_request, last_tile)
         item = (start, context)
@@ -157,7 +160,6 @@ def compute(
                 right(k, item, end - 2, True, False)
             else:
                 right(k, item, end - 1, True, True)
-        finish(k, joins, mOut, mLse, mPartial, mPartialLse, request, part, first_part, pieces)
+        finish(k, joins, mOut, mLse, mPartial, mPartialLse, request, part, begin == 0, begin == 0 and end == all_tiles, pieces)
         if request + 1 < stop:
             start, context = mRequests[request + 1, 0], mRequests[request + 1, 1]
-

@@ -10,9 +10,10 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK, BlockAttentionConfig
 from cute_kernels.block_attention.sm90_compute import compute
+from cute_kernels.block_attention.sm90_finish import SENT_BYTES
 from cute_kernels.block_attention.sm90_producer import fetch, slice_of
-from cute_kernels.block_attention.sm90_roles import COMPUTING, HALF, SENT_BYTES
-from cute_kernels.block_attention.sm90_tiles import CHUNKS
+from cute_kernels.block_attention.sm90_roles import COMPUTING
+from cute_kernels.block_attention.sm90_tiles import CHUNKS, HALF
 from cute_kernels.support import smem_allocator
 
 THREADS = COMPUTING + 128  # a warpgroup more, one warp of which fetches

@@ -97,7 +97,6 @@ def arrive_at_peer(barrier: Int32, is_one: cutlass.Boolean, *, loc=None, ip=None
     It orders nothing: with release at the cluster's scope every thread would wait here for all that the block has stored.
     """
     text = (
-        "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t"
-        "@P1 mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [$0];\n\t}"
+        "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t@P1 mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [$0];\n\t}"
     )
     asm(text, "r,r,~{memory}", *[Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, is_one)], loc=loc, ip=ip)

@@ -12,6 +12,7 @@ from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
 CHUNKS = 9  # of 64 columns in a latent, 8 of them values
 LEFT, RIGHT = (0, 4), (4, 9)  # chunks that a warpgroup fills: those it sums, and right the rotary part too
 CHUNK_BYTES = SM90_BLOCK * SEGMENT * 2
+HALF = 256  # value columns of a warpgroup
 SHIFT = SM90_BLOCK.bit_length() - 1  # positions are not negative: a shift divides where // would take five instructions
 LAZY = 8.0  # a maximum rises only where weights would pass 2^LAZY: sums hold that with ease, and so does fp16
 LOWEST = -1e30  # a running maximum that is finite: with it a masked score has weight 0 and nothing is inf - inf

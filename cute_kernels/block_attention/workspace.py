@@ -19,8 +19,8 @@ class BlockAttentionWorkspace:
 
     Attributes:
         block_rows, heads: S and H that it was made for. value_width: c. schedule: name of the one that reads it.
-        requests: [max_batch, 4], int32: first position, context tokens, part of the first tile, number of pieces; where parts
-            are joined in pairs, minus the number of pairs.
+        requests: [max_batch, 4], int32: first position, context tokens, part of the first tile, number of pieces; -1 where
+            two parts are joined.
         boundaries: [parts + 1, 4], int32: the request and tile where each part begins, that request's first two numbers.
         partial_out: fp32, as `workspace_shapes` says. partial_lse: [2 * parts, S * H], fp32. Pieces of split requests.
     """

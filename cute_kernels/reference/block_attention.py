@@ -76,8 +76,8 @@ def plan_block_attention(
     The batch is a line of costs: per request item_cost, then one for each tile. An equal share of it is the quantum.
     Separate list: a request of n tiles has ceil(n / longest) parts of its own, cut evenly, where `longest` is the least number
     of tiles with which the parts suffice. It is looked for from quantum - item_cost, as every piece pays item_cost, up to
-    quantum + quantum // 32, as pieces are fewer. With `joins` and an even number of parts, an even number of parts of their own
-    for all requests is looked for first; of a request of one tile the second part is empty.
+    quantum + quantum // 32, as pieces are fewer. With `joins`, two parts each where that is no longer than quantum + quantum //
+    32 (and 2 * batch <= parts < 3 * batch, an even number of parts); of a request of one tile the second part is empty.
     Contiguous list, where that finds none: part p begins at cost p * quantum; a cut inside an item_cost falls on the request's
     first tile.
 
@@ -86,9 +86,9 @@ def plan_block_attention(
         context_len, context_start: [B], integer; start None is 0. block_rows: S. max_context: tokens a table's row holds.
         block_tokens: of a tile. item_cost: of a request. min_quantum: least cost of a part, and least `longest`.
         most_separate: requests; of more, the list is contiguous. most_tried: values of `longest` that are tried.
-        joins: whether parts 2i and 2i + 1 of a request leave one piece.
-        requests: [B, 4], int32, written: first position, context tokens, part of the first tile, number of pieces; minus the
-            number of pairs where parts are joined.
+        joins: whether parts 2i and 2i + 1 of a request leave one result.
+        requests: [B, 4], int32, written: first position, context tokens, part of the first tile, number of pieces; -1
+            where two parts are joined.
         boundaries: [parts + 1, 4], int32, written: the request and tile where each part begins, and the request's first two
             numbers; (B, 0, 0, 0) is the end.
     """
@@ -102,24 +102,25 @@ def plan_block_attention(
             for start, context in zip(starts, contexts, strict=True)
         ]
     quantum = max(min_quantum, -(-sum(item_cost + n for n in tiles) // parts))
-    longest, even = 0, 1
+    longest, half = 0, -(-max(tiles) // 2)
     if len(tiles) <= most_separate:
         least = max(min_quantum, quantum - item_cost)
-        tried = range(least, min(least + most_tried, quantum + quantum // 32 + 1))
-        ways = [(most, step) for step in ((2, 1) if joins and parts % 2 == 0 else (1,)) for most in tried]
-        fits = (way for way in ways if sum(_parts_of(count, *way) for count in tiles) <= parts)
-        longest, even = next(fits, (0, 1))
+        fits = range(least, min(least + most_tried, quantum + quantum // 32 + 1))
+        longest = next((most for most in fits if sum(-(-count // most) for count in tiles) <= parts), 0)
+        joins = joins and parts % 2 == 0 and 2 * len(tiles) <= parts < 3 * len(tiles)
+    joined = joins and len(tiles) <= most_separate and half <= quantum + quantum // 32
     boundaries[:] = torch.tensor([len(tiles), 0, 0, 0])
     begin = 0  # on the line of costs; of a separate list, in parts
     for request, count in enumerate(tiles):
-        if longest:
-            first, own = begin, _parts_of(count, longest, even)
-            begin += own
-            for part in range(own if count > 1 else 1):
-                boundaries[first + part, :2] = torch.tensor([request, -(-part * count // own)])
-            for part in range(own)[1:] if count == 1 else ():
-                boundaries[first + part, :2] = torch.tensor([request + 1, 0])
-            pieces = own if even == 1 else 1 if count == 1 else -own // 2
+        if joined:
+            first, pieces = 2 * request, -1 if count > 1 else 1
+            boundaries[first, :2] = torch.tensor([request, 0])
+            boundaries[first + 1, :2] = torch.tensor([request, -(-count // 2)] if count > 1 else [request + 1, 0])
+        elif longest:
+            first, pieces = begin, -(-count // longest)
+            begin += pieces
+            for piece in range(pieces):
+                boundaries[first + piece, :2] = torch.tensor([request, -(-piece * count // pieces)])
         else:
             end = begin + item_cost + count
             for part in range(-(-begin // quantum), -(-end // quantum)):
@@ -130,8 +131,3 @@ def plan_block_attention(
         requests[request] = torch.tensor([starts[request], contexts[request], first, pieces])
     begun = boundaries[:, 0] < len(tiles)
     boundaries[begun, 2:] = requests[boundaries[begun, 0].long(), :2]
-
-
-def _parts_of(count: int, longest: int, even: int) -> int:
-    """Parts of a request of `count` tiles, at most `longest` in each: a multiple of `even`."""
-    return even * -(-count // (even * longest))
