@@ -111,7 +111,8 @@ class BlockAttentionConfig:
         if (self.value_width, self.rotary) != (512, SEGMENT):
             return f"the sm100 schedule needs c = 512 and r = {SEGMENT}, they are {self.value_width} and {self.rotary}"
         if self.page_size not in SM100_PAGE_SIZES:
-            return f"the sm100 schedule needs pages of {', '.join(map(str, SM100_PAGE_SIZES))} tokens, they have {self.page_size}"
+            sizes = ", ".join(map(str, SM100_PAGE_SIZES))
+            return f"the sm100 schedule needs pages of {sizes} tokens, they have {self.page_size}"
         return self.reason()
 
 
