@@ -13,6 +13,8 @@ SM90_BLOCK = 64  # packed rows, and tokens, of a tile of the sm90 schedule
 SM90_PAGE_SIZES = (32, 64, 128)
 SM90_UNIT = 128  # fp32 values of a piece that a warp of the sm90 schedule stores in two turns: 8 rows by 16 columns
 SM90_UNITS = 256  # of a row tile: by half of the columns, warp, row of a thread's two, and pair of groups of 8 columns
+SM100_BLOCK = 128  # packed rows, and tokens, of a tile of the sm100 schedule: 64 rows for each of two blocks that share it
+SM100_PAGE_SIZES = (32, 64, 128)
 SEGMENT = 64  # elements of a swizzled row segment, 128 bytes
 VECTOR = 8  # elements of a 16-byte copy
 SCORE_PITCH = BLOCK_N + 4  # fp32 elements from a row of partial scores to the next, off the banks
@@ -35,6 +37,7 @@ class Schedule:
         aligned: tiles begin at positions that block_tokens divides, the block is a tile of its own behind them. Else the
             first tile begins at the context's first token, and the block follows the context without a gap.
         joins: whether it merges the two parts of a request itself, where `may_join` says that there may be such.
+        blocks: thread blocks, each on a multiprocessor of its own, that share a tile.
     """
 
     name: str
@@ -44,11 +47,13 @@ class Schedule:
     min_quantum: int = MIN_QUANTUM
     aligned: bool = False
     joins: bool = False
+    blocks: int = 1
 
 
 PORTABLE = Schedule("portable", BLOCK_M, BLOCK_N)
 SM90 = Schedule("sm90", SM90_BLOCK, SM90_BLOCK, SM90_ITEM_COST, aligned=True, joins=True)
-SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, SM90)}
+SM100 = Schedule("sm100", SM100_BLOCK, SM100_BLOCK, SM90_ITEM_COST, aligned=True, blocks=2)
+SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, SM90, SM100)}
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,30 @@ class BlockAttentionConfig:
             return f"the sm90 schedule needs pages of {', '.join(map(str, SM90_PAGE_SIZES))} tokens, they have {self.page_size}"
         return self.reason()
 
+    def sm100_reason(self, arch: str) -> str | None:
+        """None where the sm100 schedule takes this on a compile target, else why not."""
+        if arch != "sm_100a":
+            return f"the sm100 schedule needs sm_100a, this is {arch}"
+        if (self.value_width, self.rotary) != (512, SEGMENT):
+            return f"the sm100 schedule needs c = 512 and r = {SEGMENT}, they are {self.value_width} and {self.rotary}"
+        if self.page_size not in SM100_PAGE_SIZES:
+            sizes = ", ".join(map(str, SM100_PAGE_SIZES))
+            return f"the sm100 schedule needs pages of {sizes} tokens, they have {self.page_size}"
+        return self.reason()
+
+
+def candidates(config: BlockAttentionConfig, arch: str) -> tuple[str, ...]:
+    """Names of the schedules worth a trial on a compile target, the trusted one first.
+
+    What stands behind the first was never run on its device here: it is to be taken only where it passed a check against
+    the twin on that very device and was faster there.
+    """
+    if config.sm90_reason(arch) is None:
+        return (SM90.name,)
+    if config.sm100_reason(arch) is None:
+        return (PORTABLE.name, SM100.name)
+    return (PORTABLE.name,)
+
 
 def may_join(batch: Any, parts: Any) -> Any:
     """Whether a work list may give every request two parts, 2i and 2i + 1. With more parts for each they would be too long."""
@@ -109,8 +138,8 @@ def may_join(batch: Any, parts: Any) -> Any:
 
 
 def pick_schedule(config: BlockAttentionConfig, arch: str) -> str:
-    """Name of the fastest schedule that takes a configuration on a compile target."""
-    return SM90.name if config.sm90_reason(arch) is None else PORTABLE.name
+    """Name of the schedule that is trusted with a configuration on a compile target."""
+    return candidates(config, arch)[0]
 
 
 def shape_reason(block_rows: int, heads: int) -> str | None:
@@ -131,10 +160,11 @@ def num_parts(block_rows: int, heads: int, num_sms: int, schedule: Schedule = PO
         block_rows: S. heads: H. num_sms: multiprocessors of the device; one block runs on each. schedule: its tiles.
     """
     row_tiles = -(-block_rows * heads // schedule.block_rows)
+    places = max(num_sms // schedule.blocks, 1)  # for the blocks of a tile
     best, best_filled = 1, 0.0
     for wave in range(1, MAX_WAVES + 1):
-        parts = wave * num_sms // row_tiles
-        filled = parts * row_tiles / (wave * num_sms)
+        parts = wave * places // row_tiles
+        filled = parts * row_tiles / (wave * places)
         if filled > best_filled:
             best, best_filled = parts, filled
         if best_filled >= FULL_ENOUGH:

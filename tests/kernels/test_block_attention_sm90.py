@@ -72,7 +72,7 @@ def test_a_workspace_knows_its_schedule() -> None:
     plan_block_attention(lengths, workspace=workspace, max_context=1000)
     expected = planned([130, 0], None, workspace.parts, rows=8, joins=True)
     assert torch.equal(workspace.requests, expected[0]) and torch.equal(workspace.boundaries, expected[1])
-    with pytest.raises(KernelError, match="a schedule must be one of portable, sm90, it is sm91"):
+    with pytest.raises(KernelError, match="a schedule must be one of portable, sm90, sm100, it is sm91"):
         BlockAttentionWorkspace.allocate(**shape, schedule="sm91")
 
 

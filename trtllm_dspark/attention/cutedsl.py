@@ -1,5 +1,7 @@
 """CUTEDSL: the draft step on this project's CuTe DSL kernels. Reads nothing on the host; can be captured in a CUDA graph."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -12,7 +14,7 @@ from cute_kernels.block_attention import (
     block_attention,
     plan_block_attention,
 )
-from cute_kernels.block_attention.config import pick_schedule, shape_reason
+from cute_kernels.block_attention.config import candidates, pick_schedule, shape_reason
 from cute_kernels.context_append import ContextAppendConfig, context_append
 from cute_kernels.few_row_linear import few_row_linear, few_row_silu_mul
 from cute_kernels.few_row_linear import reason as few_row_reason
@@ -27,6 +29,10 @@ from trtllm_dspark.errors import DSparkError
 
 MIN_BATCH = 256  # requests that a workspace takes at least; 16 bytes each
 
+ChosenSchedules = Mapping[BlockAttentionConfig, str]
+"""Pages -> the schedule that attends over them. Over all others the trusted one does."""
+NONE_CHOSEN: ChosenSchedules = MappingProxyType({})
+
 
 def reason(config: DraftConfig, device: torch.device, shape: DraftShape) -> str | None:
     """None where every kernel of a step takes this draft on this device, else what is in the way."""
@@ -37,7 +43,7 @@ def reason(config: DraftConfig, device: torch.device, shape: DraftShape) -> str 
         return f"needs an MLA draft, {config.architecture} is {config.family}"
     c, r, dtype = config.kv_lora_rank, config.qk_rope_head_dim, str(shape.dtype).removeprefix("torch.")
     reasons = [
-        BlockAttentionConfig(c, r, shape.page_size, dtype).reason(),
+        _attention(config, shape).reason(),
         shape_reason(shape.block_rows, shape.heads),
         ContextAppendConfig(c, r, shape.page_size, dtype).reason(),
         QueryRopeConfig(r, dtype).reason(),
@@ -48,6 +54,17 @@ def reason(config: DraftConfig, device: torch.device, shape: DraftShape) -> str 
     return next((why for why in reasons if why is not None), None)
 
 
+def schedules(config: DraftConfig, device: torch.device, shape: DraftShape) -> tuple[str, ...]:
+    """Names of the schedules that attend over a deployment's pages on a device that `reason` passed; the trusted one first."""
+    return candidates(_attention(config, shape), support.arch_name(device))
+
+
+def _attention(config: DraftConfig, shape: DraftShape) -> BlockAttentionConfig:
+    c, r = config.kv_lora_rank, config.qk_rope_head_dim
+    assert c is not None and r is not None, f"attention over latents of a draft that has none: {config}"
+    return BlockAttentionConfig(c, r, shape.page_size, str(shape.dtype).removeprefix("torch."))
+
+
 class _SharedWorkspaces:
     """The buffers in which a step's plan lies, one for each shape, at addresses that never change.
 
@@ -55,7 +72,8 @@ class _SharedWorkspaces:
     a larger one is made beside the old, which stays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chosen: ChosenSchedules) -> None:
+        self._chosen = chosen
         self._made: dict[tuple[int, int, int, str, torch.device], list[BlockAttentionWorkspace]] = {}
 
     def plan(
@@ -72,7 +90,7 @@ class _SharedWorkspaces:
         batch, device = context_len.numel(), context_len.device
         dtype, page_size = str(pages.dtype).removeprefix("torch."), pages.shape[1]
         config = BlockAttentionConfig(value_width, pages.shape[2] - value_width, page_size, dtype)
-        schedule = pick_schedule(config, support.arch_name(device))
+        schedule = self._chosen.get(config) or pick_schedule(config, support.arch_name(device))
         made = self._made.setdefault((block_rows, heads, value_width, schedule, device), [])
         found = next((workspace for workspace in made if workspace.max_batch >= batch), None)
         if found is None:
@@ -160,11 +178,20 @@ def _silu_mul(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Te
     return reference.few_row_silu_mul(x, gate, up) if few_row_reason(x, gate) else few_row_silu_mul(x, gate, up)
 
 
-def operations() -> Operations:
-    """The kernels, with workspaces of their own: one set for each model, whose steps follow each other on one stream."""
+def scheduled(schedule: str, config: DraftConfig, shape: DraftShape) -> Operations:
+    """`operations` that attend by one of `schedules` over this deployment's pages."""
+    return operations({_attention(config, shape): schedule})
+
+
+def operations(chosen: ChosenSchedules = NONE_CHOSEN) -> Operations:
+    """The kernels, with workspaces of their own: one set for each model, whose steps follow each other on one stream.
+
+    Args:
+        chosen: see `ChosenSchedules`.
+    """
     return Operations(
         block_attention=_attend,
-        plan=_SharedWorkspaces().plan,
+        plan=_SharedWorkspaces(chosen).plan,
         context_append=context_append,
         query_rope=query_rope,
         finish_latents=_LatentFinisher().finish,

@@ -7,23 +7,26 @@
 
 VANILLA is plain torch, there to be right. It runs on any device, but on a GPU the MLA family takes it only when asked by
 name: an order of magnitude lost in silence is worse than a refusal.
+
+A backend may have several schedules of its attention. The one that is trusted on a part decides whether the backend is fit;
+another attends in its place only after a trial in a process of its own: see `schedules`.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from trtllm_dspark.attention import cutedsl, self_check, vanilla
+from trtllm_dspark.attention import cutedsl, self_check, trial_process, vanilla
 from trtllm_dspark.attention.operations import BlockAttention, DraftShape, Operations
+from trtllm_dspark.attention.schedules import Attempt, Check, PickedSchedule, Schedules, pick
+from trtllm_dspark.attention.self_check import NOISE, numbered
 from trtllm_dspark.config import DraftConfig
 from trtllm_dspark.errors import DSparkError
 from trtllm_dspark.version import __version__
 
 log = logging.getLogger(__name__)
-
-NOISE = 1.05  # times that differ by less are a tie
 
 Reason = Callable[[DraftConfig, torch.device, DraftShape], str | None]
 """Why a backend cannot run this draft, on this device, in this shape; None where it can. Launches nothing."""
@@ -36,12 +39,14 @@ class Backend:
     Attributes:
         reason: see `Reason`. operations: makes its operations; None where this version has none.
         checked: whether it must pass its self-check before it is used.
+        schedules: those of its attention, where it may have more than one; `operations` takes the trusted one.
     """
 
     name: str
     reason: Reason
     operations: Callable[[], Operations] | None
     checked: bool = True
+    schedules: Schedules | None = None
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,13 @@ def _trtllm_reason(config: DraftConfig, device: torch.device, shape: DraftShape)
     return f"trtllm-dspark {__version__} has no TRTLLM kernel"
 
 
-Check = Callable[[str, Callable[[], Operations], DraftConfig, DraftShape, torch.device], str | None]
-"""(name, operations, config, shape, device) -> why the backend may not be used, None where it may."""
 Measure = Callable[[Operations, DraftConfig, DraftShape, torch.device], float]
 """(operations, config, shape, device) -> microseconds."""
 
 BACKENDS: Mapping[str, Backend] = {
-    "CUTEDSL": Backend("CUTEDSL", cutedsl.reason, cutedsl.operations),
+    "CUTEDSL": Backend(
+        "CUTEDSL", cutedsl.reason, cutedsl.operations, schedules=Schedules(cutedsl.schedules, cutedsl.scheduled)
+    ),
     "TRTLLM": Backend("TRTLLM", _trtllm_reason, None),
     "VANILLA": Backend("VANILLA", vanilla.reason, vanilla.operations, checked=False),
 }
@@ -83,12 +88,13 @@ class BackendChoice:
 
     Attributes:
         name: concrete, never AUTO. passed_over: (name, reason) of AUTO's other candidates.
-        operations: what to call.
+        operations: what to call. schedule: which one attends and why not the others, where there are others.
     """
 
     name: str
     passed_over: tuple[tuple[str, str], ...]
     operations: Operations
+    schedule: str = ""
 
     @property
     def block_attention(self) -> BlockAttention:
@@ -97,7 +103,8 @@ class BackendChoice:
 
     def __str__(self) -> str:
         over = "; ".join(f"{name}: {why}" for name, why in self.passed_over)
-        return f"attention backend {self.name}" + (f" (passed over: {over})" if over else "")
+        schedule = f", which {self.schedule}" if self.schedule else ""
+        return f"attention backend {self.name}{schedule}" + (f" (passed over: {over})" if over else "")
 
 
 def resolve_backend(
@@ -110,17 +117,19 @@ def resolve_backend(
     backends: Mapping[str, Backend] = BACKENDS,
     check: Check = self_check.checked_reason,
     measure: Measure = self_check.measure_block_attention,
+    attempt: Attempt = trial_process.attempt,
 ) -> BackendChoice:
     """Pick the attention backend of a drafter.
 
     A candidate must have no reason against it and pass its self-check on this device. Where several do, AUTO measures them
-    at this shape and takes the fastest; on a tie (within NOISE), the first.
+    at this shape and takes the fastest; on a tie (within NOISE), the first. Where one has another schedule than the one that
+    is trusted here, the first call for a shape waits for its trial: seconds, or `trial_process.TIMEOUT_S` where it hangs.
 
     Args:
         config: of the draft. device: where it will run. requested: AUTO, or one of the family's choices.
         shape: of the deployment; None is the checkpoint's own on one rank, in pages of 64.
         owner: who the errors speak for. backends: every known backend by name.
-        check, measure: how a candidate is checked and timed.
+        check, measure: how a candidate is checked and timed. attempt: how a schedule is tried that is not trusted.
     Raises:
         DSparkError: an unknown name (lists the choices), an explicit one that is unavailable or fails its self-check (its
             reason), or AUTO with no candidate left (every reason).
@@ -128,14 +137,23 @@ def resolve_backend(
     policy = FAMILIES[config.family]
     where = _device_name(device)
     shape = shape or DraftShape.of(config)
+    usable: dict[str, PickedSchedule] = {}
 
     def against(name: str) -> str | None:
         backend = backends[name]
         why = backend.reason(config, device, shape)
-        if why is None and backend.checked:
-            assert backend.operations is not None, f"{name} gave no reason and has no operations"
-            why = check(name, backend.operations, config, shape, device)
+        if why is not None:
+            return why
+        assert backend.operations is not None, f"{name} gave no reason and has no operations"
+        why = check(name, backend.operations, config, shape, device) if backend.checked else None
+        if why is None and backend.schedules is not None:
+            usable[name] = pick(name, backend.schedules, config, shape, numbered(device), check, attempt)
+        elif why is None:
+            usable[name] = PickedSchedule(backend.operations)
         return why
+
+    def choice(name: str, passed: Sequence[tuple[str, str]] = ()) -> BackendChoice:
+        return BackendChoice(name, tuple(passed), usable[name].make(), usable[name].said)
 
     if requested != "AUTO":
         if requested not in policy.choices:
@@ -149,7 +167,7 @@ def resolve_backend(
                 f"{owner}: attention_backend {requested} was asked for and must be available on {where}; {why}. "
                 "Choose AUTO or another backend."
             )
-        return _choice(backends[requested], ())
+        return choice(requested)
     candidates = policy.on_cuda if device.type == "cuda" else policy.on_cpu
     passed: list[tuple[str, str]] = []
     fit: list[str] = []
@@ -166,22 +184,13 @@ def resolve_backend(
             f"{reasons}. Ask for VANILLA by name to run it in plain torch, slowly."
         )
     if len(fit) > 1:
-        times = {name: measure(_operations(backends[name]), config, shape, device) for name in fit}
+        times = {name: measure(usable[name].make(), config, shape, device) for name in fit}
         best = min(times.values())
         fit.sort(key=lambda name: times[name] > NOISE * best)  # stable: of those that tie, the first
         passed += [(name, f"takes {times[name]:.0f} us where {fit[0]} takes {times[fit[0]]:.0f}") for name in fit[1:]]
-    choice = _choice(backends[fit[0]], tuple(passed))
-    log.info("%s on %s: %s", owner, where, choice)
-    return choice
-
-
-def _operations(backend: Backend) -> Operations:
-    assert backend.operations is not None, f"{backend.name} gave no reason and has no operations"
-    return backend.operations()
-
-
-def _choice(backend: Backend, passed: tuple[tuple[str, str], ...]) -> BackendChoice:
-    return BackendChoice(backend.name, passed, _operations(backend))
+    chosen = choice(fit[0], passed)
+    log.info("%s on %s: %s", owner, where, chosen)
+    return chosen
 
 
 def _device_name(device: torch.device) -> str:
