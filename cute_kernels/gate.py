@@ -108,13 +108,13 @@ class Report:
 
 
 def complaints(assembler: str) -> list[str]:
-    """What ptxas said that must not be: spills, serialised wgmma (C7510)."""
+    """What ptxas said that must not be: spills, serialised wgmma (C7510, or C7512 where registers are too few)."""
     spills = [
         f"{stores} bytes of spill stores, {loads} of spill loads"
         for stores, loads in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", assembler)
         if int(stores) or int(loads)
     ]
-    return spills + [line.strip() for line in assembler.splitlines() if "C7510" in line]
+    return spills + [line.strip() for line in assembler.splitlines() if "instructions are serialized" in line]
 
 
 def read_cubin(data: bytes) -> tuple[Entry, ...]:

@@ -66,6 +66,47 @@ def spilling(arch: str, options: str) -> Any:
     return _compile(Crowded(), arch, options)
 
 
+def serialised(arch: str, options: str) -> Any:
+    """Two accumulators of 128 values a thread in flight at once, in 384 threads, which may have 168 registers each."""
+    import cutlass
+    from cutlass import BFloat16, Float32, cute
+    from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+    from cutlass.utils import hopper_helpers
+
+    k_major, tile, inner = OperandMajorMode.K, (64, 256), 64
+
+    class Greedy:
+        @cute.jit
+        def __call__(self, mX: cute.Tensor, stream):
+            source = warpgroup.OperandSource.SMEM
+            mma = hopper_helpers.make_trivial_tiled_mma(BFloat16, BFloat16, k_major, k_major, Float32, (1, 1, 1), tile, source)
+            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+            layouts = [cute.tile_to_shape(atom, (size, inner), order=(0, 1)) for size in tile]
+            self.kernel(mX, mma, *layouts).launch(grid=[1, 1, 1], block=[384, 1, 1], stream=stream)
+
+        @cute.kernel
+        def kernel(self, mX: cute.Tensor, mma: cute.TiledMma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout):
+            tidx, _, _ = cute.arch.thread_idx()
+            memory = smem_allocator()
+            sA = memory.allocate_tensor(BFloat16, layout_a.outer, 1024, swizzle=layout_a.inner)
+            sB = memory.allocate_tensor(BFloat16, layout_b.outer, 1024, swizzle=layout_b.inner)
+            own = mma.get_slice(tidx % 128)
+            tA, tB = mma.make_fragment_A(own.partition_A(sA)), mma.make_fragment_B(own.partition_B(sB))
+            rFirst = cute.make_rmem_tensor(own.partition_shape_C(tile), Float32)
+            rSecond = cute.make_rmem_tensor(own.partition_shape_C(tile), Float32)
+            rFirst.fill(1.0)
+            rSecond.fill(1.0)
+            warpgroup.fence()
+            cute.gemm(mma, rFirst, tA, tB, rFirst)
+            cute.gemm(mma, rSecond, tA, tB, rSecond)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            for i in cutlass.range(128, unroll_full=True):
+                mX[tidx + i * 384] = rFirst[i] + rSecond[i]
+
+    return _compile(Greedy(), arch, options)
+
+
 def wrong(arch: str, options: str) -> Any:
     """Does not compile."""
     from cutlass import cute

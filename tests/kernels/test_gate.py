@@ -55,6 +55,7 @@ def test_the_readme_has_the_current_table(reports: list[gate.Report]) -> None:
         (planted.as_much_as_the_part_has, "sm_86", r"asks for 160000 bytes of shared memory, the part has 101376"),
         (planted.spilling, "sm_90a", r"keeps \d+ bytes of its registers in local memory"),
         (planted.spilling, "sm_80", r"keeps \d+ bytes of its registers in local memory"),
+        (planted.serialised, "sm_90a", r"\(C7512\) .*instructions are serialized due to insufficient register resources"),
         (planted.wrong, "sm_90a", r"does not compile: .*no_such_thing"),
     ],
 )
@@ -84,6 +85,8 @@ def test_a_spill_and_a_serialised_wgmma_are_heard() -> None:
     assert gate.complaints(spill) == ["0 bytes of spill stores, 24 of spill loads"]
     serialised = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
     assert gate.complaints(f"{quiet}\n{serialised}") == [serialised]
+    crowded = serialised.replace("C7510", "C7512").replace("...", "insufficient register resources for the function 'x'")
+    assert gate.complaints(f"{quiet}\n{crowded}") == [crowded]
     injected = "ptxas info    : (C7519) warpgroup.arrive is injected in around line 4 by compiler to allow use of registers"
     assert gate.complaints(f"{quiet}\n{injected}") == []
 
