@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def tasks(deployment: Deployment, arch: str) -> list[Task]:
             found.append(Task(combine.COMBINE, combine.CombineConfig(c, dtype), combine.compile_for))
     for attention in attentions:
         if pick_schedule(attention, arch) == SM90.name:
-            found.append(Task(f"{BLOCK_ATTENTION}_{SM90.name}", attention, sm90.compile_for))
+            for joined in (False, True):  # which of them a batch takes depends on how many requests it has
+                found.append(Task(sm90.name(joined), attention, partial(sm90.compile_for, joins=joined)))
         else:
             found.append(Task(BLOCK_ATTENTION, attention, portable.compile_for))
     for page_size in sorted({*deployment.page_sizes, SCRATCH_PAGE}):

@@ -293,6 +293,7 @@ def test_twin_and_kernel_plan_with_the_same_numbers() -> None:
         "min_quantum": config.MIN_QUANTUM,
         "most_separate": plan.PLAN_THREADS,
         "most_tried": plan.PLAN_WARPS,
+        "joins": config.PORTABLE.joins,
     }
     assert plan.SLACK == 32  # as the twin has it
 

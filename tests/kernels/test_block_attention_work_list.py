@@ -236,7 +236,7 @@ def test_joined_parts_are_pairs_of_one_request() -> None:
         (64, 8192, 132, -1, 65),
         (64, 1024, 132, -1, 9),
         (1, 1024, 16, 9, 2),
-        (8, 8192, 132, 16, 9),
+        (4, 8192, 132, 33, 4),
     ],
 )
 def test_shapes_of_the_benchmark_are_joined(batch: int, context: int, parts: int, pieces: int, longest: int) -> None:
