@@ -52,9 +52,24 @@ hold an edge of the context run the code for it.
 
 A whole request is written to the output; a piece as the tensor cores leave it, and `sm90_combine` merges pieces.
 
-    sm90_kernel.py    memory, barriers, who does what     sm90_roles.py     a pair of tiles, and the end of a request
-    sm90_producer.py  what is fetched when                sm90_tiles.py     masks, softmax, views of fragments
-    sm90_compute.py   requests of a part                  sm90_ptx.py       instructions
+Where the list gives every request two parts, 2i and 2i + 1, their blocks are a cluster and leave no pieces: they are joined.
+Each has half of the tokens. The first finishes columns 0..255, which left holds in both, the second 256..511, which right
+holds. So the first block's right and the second's left send their sums, and what these are measured against, to the same
+warpgroup of the other block, which adds them to its own:
+
+    sender     sums to where the tokens were     wait READY     copy to the other block's memory, where its queries were
+    receiver                                     wait RECEIVED  add, write to the output
+
+READY is the other block's left saying that all its scores and products have retired; RECEIVED counts the bytes that arrive. The
+blocks meet at the start, so that the other's barriers are set up, and at the end, so that neither's memory goes while the other
+copies from it. A part of a joined request holds nothing else: each barrier is used once. The second part of a request of one
+tile is empty, and such a request is not joined. The kernel for lists that cannot be joined (`may_join`) is compiled without all
+this and launched without clusters.
+
+    sm90_kernel.py    memory, barriers, who does what     sm90_finish.py       the end of a request
+    sm90_producer.py  what is fetched when                sm90_tiles.py        masks, softmax, views of fragments
+    sm90_compute.py   requests of a part                  sm90_descriptors.py  what the tensor cores read
+    sm90_roles.py     a pair of tiles                     sm90_ptx.py          instructions
 """
 
 from typing import Any

@@ -209,7 +209,7 @@ class BlockAttentionSm90:
                     fetch(f, mTable, mRequests, first_item, first_request, first_tile, last_request, last_tile, stop)
             if cutlass.const_expr(self.joins):
                 cute.arch.cluster_wait()
-            else:  # were the other threads gone, the one that fetches would be compiled for the warp's datapath, which is slower
+            else:  # were the other threads gone, the fetching one would be compiled for the warp's datapath, which is slower
                 cute.arch.sync_warp()
         else:
             cute.arch.setmaxregister_increase(MANY)

@@ -147,7 +147,7 @@ class HostedWorker:
         device = weight.device
         # kernels for pages of this size are checked and compiled now, not in the first step or inside a capture
         shape = DraftShape.of(drafter.config, dtype=weight.dtype, page_size=pages.pool.layout.page_size, tp=drafter.tp)
-        drafter.resolve_backend(drafter.config, device, drafter.backend.name, shape)
+        drafter.use_backend(drafter.resolve_backend(drafter.config, device, drafter.backend.name, shape))
         self._context, self._manager = HostContext(drafter, pages, most, device), manager
         with torch.inference_mode(False):  # see `HostContext`
             self._real = torch.zeros(most, dtype=torch.bool, device=device)
