@@ -115,6 +115,11 @@ class BlockAttentionConfig:
             return f"the sm100 schedule needs pages of {sizes} tokens, they have {self.page_size}"
         return self.reason()
 
+    def reason_of(self, schedule: str, arch: str) -> str | None:
+        """None where the schedule of this name takes this on a compile target, else why not."""
+        reasons = {SM90.name: self.sm90_reason, SM100.name: self.sm100_reason}
+        return reasons[schedule](arch) if schedule in reasons else self.reason()
+
 
 def candidates(config: BlockAttentionConfig, arch: str) -> tuple[str, ...]:
     """Names of the schedules worth a trial on a compile target, the trusted one first.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.block_attention import combine, portable, sm90, sm90_combine
+from cute_kernels.block_attention import combine, portable, sm90, sm90_combine, sm100
 from cute_kernels.block_attention import plan as planning
 from cute_kernels.block_attention.config import (
     NAME,
@@ -14,6 +14,8 @@ from cute_kernels.block_attention.config import (
     PORTABLE,
     SM90,
     SM90_PAGE_SIZES,
+    SM100,
+    SM100_PAGE_SIZES,
     VECTOR,
     BlockAttentionConfig,
     pick_schedule,
@@ -49,6 +51,11 @@ def gate_configs() -> list[tuple[Any, ...]]:
         *(
             (f"{NAME} {SM90.name} P={c.page_size} {c.dtype}", partial(sm90.compile_for, c), ("sm_90a",))
             for c in (BlockAttentionConfig(512, 64, page_size, "bfloat16") for page_size in SM90_PAGE_SIZES[::2])
+        ),
+        (f"{planning.PLAN} {SM100.name}", partial(planning.compile_for, SM100), ("sm_100a",)),
+        *(
+            (f"{NAME} {SM100.name} P={c.page_size} {c.dtype}", partial(sm100.compile_for, c), ("sm_100a",))
+            for c in (BlockAttentionConfig(512, 64, page_size, "bfloat16") for page_size in SM100_PAGE_SIZES[::2])
         ),
     ]
 
@@ -98,8 +105,8 @@ def block_attention(
         plan: what `plan_block_attention` returned for these lengths; its lengths are the ones that count. None plans here.
         out: [B, S, H, c] in q's dtype, contiguous; written. lse: [B, S, H], fp32, contiguous; written. None allocates.
         return_lse: also return lse: log2 of the sum of exponentials.
-        schedule: which kernel, portable or sm90 (Hopper; c = 512, r = 64, P 32, 64 or 128). None: the plan's, without a plan
-            the fastest that takes the arguments.
+        schedule: which kernel, portable, sm90 (Hopper) or sm100 (Blackwell, never run on one); the last two need c = 512,
+            r = 64 and P 32, 64 or 128. None: the plan's, without a plan what `pick_schedule` says.
     Returns:
         out, or (out, lse).
     Raises:
@@ -116,7 +123,7 @@ def block_attention(
         raise UnsupportedKernelError(f"{NAME} of layer {layer}: {why}. Use cute_kernels.reference.block_attention.")
     config, arch = _config(q, pages, value_width), arch_name(q.device)
     chosen = schedule or (pick_schedule(config, arch) if plan is None else plan.schedule)
-    why = config.sm90_reason(arch) if chosen == SM90.name else None
+    why = config.reason_of(chosen, arch)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME} of layer {layer}: {why}. Use the portable schedule, with a workspace for it.")
     if plan is not None and plan.schedule != chosen:
@@ -188,8 +195,9 @@ def _launch(
     schedule: str = PORTABLE.name,
 ) -> None:
     config, arch = _config(q, pages, out.shape[-1]), arch_name(q.device)
-    if schedule == SM90.name:
-        attend = compiled(f"{NAME}_{schedule}", config, arch, partial(sm90.compile_for, config, arch))
+    if schedule in (SM90.name, SM100.name):
+        compile_for = sm90.compile_for if schedule == SM90.name else sm100.compile_for
+        attend = compiled(f"{NAME}_{schedule}", config, arch, partial(compile_for, config, arch))
         pages = pages if pages.shape[0] else pages.new_zeros(1, *pages.shape[1:])  # a tensor map has no empty dim
     else:
         attend = compiled(NAME, config, arch, partial(portable.compile_for, config, arch))

@@ -185,7 +185,7 @@ class BlockAttentionSm100:
             w = SimpleNamespace(
                 bars=bars_at,
                 leader_bars=leader_bars,
-                tensor=tensor,
+                lanes_at=Int32(tensor.toint()) + (thread // 32) * (32 << 16),  # of its warp
                 sWeights=cute.make_tensor(shared.weights.data_ptr(), cute.make_layout((*lines, 2))),
                 sValues=cute.make_tensor(shared.values.data_ptr(), cute.make_layout((*lines, 2, 2, 2))),
                 sLargest=shared.largest.get_tensor(cute.make_layout((SM100_BLOCK, 2))),
@@ -202,6 +202,7 @@ class BlockAttentionSm100:
         meet()  # no block ends while the other may still reach for it, and no product or load is left
         if warp_index == PRODUCTS:
             sm100_ptx.after_meeting()
+            cute.arch.sync_warp()
             cute.arch.dealloc_tmem(tensor, tiles.ALL_COLUMNS, is_two_cta=True)
 
 

@@ -1,12 +1,13 @@
 """Instructions that the sm100 schedule issues as PTX, and the descriptors that its products take. Imports the compiler.
 
-Operands lie in shared memory in atoms of 8 rows of 128 bytes, swizzled by 128 bytes, 1,024 bytes each. The descriptors' bits are
-those of the PTX ISA 8.8, sections "Shared memory descriptor" and "Instruction descriptor" of tcgen05; the compiler's own make
-the same words for the same layouts. One thread issues the products and the commits: a commit covers what its own thread issued.
+Operands lie in shared memory in atoms of 8 rows of 128 bytes, swizzled by 128 bytes, 1,024 bytes each. The descriptors are bit by
+bit those of the PTX ISA 8.8 (tcgen05, "Shared memory descriptor", "Instruction descriptor"); the compiler's own product atoms
+make the same words for the same layouts, but elect a thread for each product. Here one thread issues all products and commits:
+a commit covers what its own thread issued.
 """
 
 import cutlass
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -14,17 +15,18 @@ from cute_kernels.block_attention.config import SM100_BLOCK
 from cute_kernels.ptx import asm
 
 ATOM_BYTES = 1024
+ADDRESS = 0x3FFF  # the bits of a descriptor that hold an address in shared memory, in steps of 16 bytes
 SWIZZLED = 2 << 61 | 1 << 46 | (ATOM_BYTES >> 4) << 32  # 128-byte swizzle, version of sm_100, an atom to the next one's rows
 
 
 def rows_descriptor(address: Int32) -> Int64:
     """Of an operand whose rows hold 64 consecutive elements of the summed dim: queries, keys, weights."""
-    return Int64(address >> 4) + Int64(SWIZZLED | 1 << 16)
+    return Int64((address >> 4) & ADDRESS) + Int64(SWIZZLED | 1 << 16)
 
 
 def columns_descriptor(address: Int32, next_columns: int) -> Int64:
     """Of an operand whose rows are the summed dim and hold 64 columns; the next 64 lie `next_columns` bytes behind."""
-    return Int64(address >> 4) + Int64(SWIZZLED | (next_columns >> 4) << 16)
+    return Int64((address >> 4) & ADDRESS) + Int64(SWIZZLED | (next_columns >> 4) << 16)
 
 
 def product(dtype: type[cutlass.Numeric], columns: int, is_by_columns: bool) -> int:
@@ -36,9 +38,7 @@ def product(dtype: type[cutlass.Numeric], columns: int, is_by_columns: bool) -> 
 @dsl_user_op
 def multiply(target: Int32, a: Int64, b: Int64, what: int, is_added: cutlass.Boolean, *, loc=None, ip=None) -> None:
     """Issue a product of 16 summed elements by both blocks' tensor cores, to tensor memory; one thread of the leader does."""
-    text = (
-        "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $4, 0;\n\ttcgen05.mma.cta_group::2.kind::f16 [$0], $1, $2, $3, P1;\n\t}"
-    )
+    text = "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $4, 0;\n\ttcgen05.mma.cta_group::2.kind::f16 [$0], $1, $2, $3, P1;\n\t}"
     asm(
         text,
         "r,l,l,r,r,~{memory}",
@@ -75,6 +75,37 @@ def after_meeting(*, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def load(address: Int32, count: int, *, loc=None, ip=None) -> list[Float32]:
+    """A lane's `count` columns of tensor memory from an address on, that of the warp's first lane. All threads of a warp do.
+
+    Meeting, load and wait are one statement: a warp that has parted is whole again, and nothing touches the registers early.
+    """
+    names = ", ".join(f"${i}" for i in range(count))
+    text = "bar.warp.sync -1;\n\t"
+    text += f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{names}}}, [${count}];\n\ttcgen05.wait::ld.sync.aligned;"
+    kind = llvm.StructType.get_literal([T.f32()] * count)
+    constraints = ",".join(["=f"] * count) + ",r,~{memory}"
+    operands = [Int32(address).ir_value(loc=loc, ip=ip)]
+    values = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True, loc=loc, ip=ip)
+    return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+@dsl_user_op
+def store(address: Int32, values: list[Float32], *, loc=None, ip=None) -> None:
+    """The reverse of `load`; `wait_for_stores` waits."""
+    names = ", ".join(f"${i + 1}" for i in range(len(values)))
+    text = f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32 [$0], {{{names}}};"
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in values)]
+    asm(text, "r," + "f," * len(values) + "~{memory}", *operands, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def wait_for_stores(*, loc=None, ip=None) -> None:
+    """This thread's stores to tensor memory have happened."""
+    asm("tcgen05.wait::st.sync.aligned;", "~{memory}", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def of_block(address: Int32, rank: int | Int32, *, loc=None, ip=None) -> Int32:
     """The cluster address of what another block has at this address of its shared memory."""
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, rank)]
@@ -97,8 +128,7 @@ def wait(barrier: Int32, phase: Int32, *, loc=None, ip=None) -> None:
 def arrive(barrier: Int32, is_one: cutlass.Boolean, *, loc=None, ip=None) -> None:
     """Arrive at a barrier of either block, a cluster address, in the threads for which `is_one` holds; no branch."""
     text = (
-        "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t"
-        "@P1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];\n\t}"
+        "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t@P1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];\n\t}"
     )
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, is_one)]
     asm(text, "r,r,~{memory}", *operands, loc=loc, ip=ip)

@@ -30,7 +30,7 @@ SUMMED = WEIGHED + 1
 BARRIERS = SUMMED + 1
 WEIGHING_WARPS = 4  # of a block
 
-# Columns of tensor memory, 128 lanes of 4 bytes each. Lanes 0..63 hold the first half of a product's columns, 64..127 the second
+# Columns of tensor memory, 128 lanes of 4 bytes. Lanes 0..63 hold the first half of a product's columns, 64..127 the other half
 SUMS = 0  # of two products of 256 value columns, 128 columns each
 SCORES = 256  # of two tiles in turn, 64 columns each
 ALL_COLUMNS = 512  # what is allocated: a power of 2

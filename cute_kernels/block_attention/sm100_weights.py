@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.nvgpu import tcgen05
 
 from cute_kernels.block_attention import sm100_ptx as ptx
 from cute_kernels.block_attention import sm100_tiles as tiles
@@ -20,29 +19,6 @@ TURN = 32  # columns of tensor memory that a thread takes at once
 TURNS = 256 // TURN  # of its sums
 LAZY = 8.0  # a maximum rises only where weights would pass 2^LAZY: sums hold that with ease, and so does fp16
 LOWEST = -1e30  # a reference that is finite: with it a masked score has weight 0 and nothing is inf - inf
-
-
-def columns_of(w: SimpleNamespace, column: Int32) -> cute.Tensor:
-    """All lanes' `TURN` columns of tensor memory from one on."""
-    return cute.make_tensor(w.tensor + column, cute.make_layout((SM100_BLOCK, TURN), stride=(1 << 16, 1)))
-
-
-def load(w: SimpleNamespace, column: Int32, target: cute.Tensor) -> None:
-    """This thread's lane of `TURN` columns, (TURN). Waited for by `fence_view_async_tmem_load`."""
-    source = columns_of(w, column)
-    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(TURN)), Float32)
-    copy = tcgen05.make_tmem_copy(atom, source).get_slice(w.thread)
-    shape = copy.partition_D(source).shape
-    cute.copy(copy, copy.partition_S(source), cute.make_tensor(target.iterator, cute.make_layout(shape)))
-
-
-def store(w: SimpleNamespace, source: cute.Tensor, column: Int32) -> None:
-    """The reverse, waited for by `fence_view_async_tmem_store`."""
-    target = columns_of(w, column)
-    atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(TURN)), Float32)
-    copy = tcgen05.make_tmem_copy(atom, target).get_slice(w.thread)
-    shape = copy.partition_S(target).shape
-    cute.copy(copy, cute.make_tensor(source.iterator, cute.make_layout(shape)), copy.partition_D(target))
 
 
 @cute.jit
@@ -67,16 +43,13 @@ def weigh(rS: cute.Tensor, top: Float32, scale_log2: Float32) -> Float32:
 
 
 @cute.jit
-def follow(w: SimpleNamespace, rTurn: cute.Tensor, shrink: Float32):
+def follow(w: SimpleNamespace, shrink: Float32):
     """Sums move to a new reference where it rose for any row of the warp."""
     if cute.arch.vote_any_sync(shrink != 1.0):
         for turn in cutlass.range(TURNS, unroll=1):
-            load(w, tiles.SUMS + TURN * turn, rTurn)
-            cute.arch.fence_view_async_tmem_load()
-            for c in cutlass.range_constexpr(TURN):
-                rTurn[c] = rTurn[c] * shrink
-            store(w, rTurn, tiles.SUMS + TURN * turn)
-        cute.arch.fence_view_async_tmem_store()
+            address = w.lanes_at + (tiles.SUMS + TURN * turn)
+            ptx.store(address, [value * shrink for value in ptx.load(address, TURN)])
+        ptx.wait_for_stores()
 
 
 @cute.jit
@@ -101,16 +74,18 @@ def share(w: SimpleNamespace, rS: cute.Tensor, rP: cute.Tensor):
 
 
 @cute.jit
-def write(w: SimpleNamespace, rTurn: cute.Tensor, mTarget: cute.Tensor, index: Int32, factor: Float32):
+def write(w: SimpleNamespace, mTarget: cute.Tensor, index: Int32, factor: Float32):
     """A thread's sums, scaled, to its row of a tensor of outputs or of pieces."""
+    rTurn = cute.make_rmem_tensor((TURN,), Float32)
     rOut = cute.make_rmem_tensor((TURN,), mTarget.element_type)
     vector = 128 // mTarget.element_type.width
     lines = cute.tiled_divide(rOut, (vector,))
     row = w.first_row + w.row
     for turn in cutlass.range(TURNS, unroll=1):
-        load(w, tiles.SUMS + TURN * turn, rTurn)
-        cute.arch.fence_view_async_tmem_load()
-        rOut.store((rTurn.load() * factor).to(mTarget.element_type))
+        sums = ptx.load(w.lanes_at + (tiles.SUMS + TURN * turn), TURN)
+        for c in cutlass.range_constexpr(TURN):
+            rTurn[c] = sums[c] * factor
+        rOut.store(rTurn.load().to(mTarget.element_type))
         column = (turn // 4) * 256 + w.side * 128 + (turn % 4) * TURN
         if row < mTarget.shape[1]:
             target = cute.tiled_divide(mTarget[index, row, None], (vector,))
@@ -140,7 +115,6 @@ def weigh_part(
     """All tiles of a part, request by request; a whole request goes to the output, a piece to the workspace."""
     rS = cute.make_rmem_tensor((ROWS,), Float32)
     rP = cute.make_rmem_tensor((ROWS,), w.sWeights.element_type)
-    rTurn = cute.make_rmem_tensor((TURN,), Float32)
     partner = w.thread ^ ROWS  # it has the other columns of the row
     number, phase_edge = Int32(0), Int32(0)
     for request in cutlass.range(part.first_request, part.stop, unroll=1):
@@ -151,9 +125,8 @@ def weigh_part(
             ptx.wait(w.bars + 8 * (tiles.SCORED + stage), (number >> 1) & 1)
             ptx.after_meeting()
             scores = tiles.SCORES + SM100_BLOCK // 2 * stage
-            for t in cutlass.range_constexpr(ROWS // TURN):
-                load(w, scores + TURN * t, cute.make_tensor(rS.iterator + TURN * t, cute.make_layout(TURN)))
-            cute.arch.fence_view_async_tmem_load()
+            for c, score in enumerate(ptx.load(w.lanes_at + scores, ROWS)):
+                rS[c] = score
             first, live_end = tiles.live_columns(start, context, w.block_rows, tile)
             is_edge = first > 0 or live_end < SM100_BLOCK
             if is_edge:
@@ -173,7 +146,7 @@ def weigh_part(
             if tile > begin:
                 ptx.wait(w.bars + 8 * tiles.SUMMED, (number - 1) & 1)
                 ptx.after_meeting()
-                follow(w, rTurn, shrink)
+                follow(w, shrink)
             if is_edge:
                 ptx.wait(w.bars + 8 * tiles.LANDED_EDGE, phase_edge)
                 phase_edge = phase_edge ^ 1
@@ -189,13 +162,13 @@ def weigh_part(
         ptx.after_meeting()
         is_writer = w.side == 0 and w.first_row + w.row < mOut.shape[1]
         if begin == 0 and end == all_tiles:
-            write(w, rTurn, mOut, request, factor)
+            write(w, mOut, request, factor)
             if is_writer:
                 mLse[request, w.first_row + w.row] = lse
         else:
             slot = 2 * part.number
             if begin == 0:
                 slot = slot + 1
-            write(w, rTurn, mPartial, slot, factor)
+            write(w, mPartial, slot, factor)
             if is_writer:
                 mPartialLse[slot, w.first_row + w.row] = lse
