@@ -1,7 +1,7 @@
 """Instructions that the sm100 schedule issues as PTX, and the descriptors that its products take. Imports the compiler.
 
-Operands lie in shared memory in atoms of 8 rows of 128 bytes, swizzled by 128 bytes, 1,024 bytes each. The descriptors are bit by
-bit those of the PTX ISA 8.8 (tcgen05, "Shared memory descriptor", "Instruction descriptor"); the compiler's own product atoms
+Operands lie in shared memory in atoms of 8 rows of 128 bytes, swizzled by 128 bytes, 1,024 bytes each. The descriptors are as
+the PTX ISA 8.8 has them (tcgen05, "Shared memory descriptor" and "Instruction descriptor"); the compiler's own product atoms
 make the same words for the same layouts, but elect a thread for each product. Here one thread issues all products and commits:
 a commit covers what its own thread issued.
 """
