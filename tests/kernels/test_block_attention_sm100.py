@@ -18,6 +18,7 @@ from cute_kernels.block_attention import (
     BlockAttentionConfig,
     BlockAttentionWorkspace,
     block_attention,
+    candidates,
     config,
     num_parts,
     pick_schedule,
@@ -25,7 +26,6 @@ from cute_kernels.block_attention import (
     sm100,
     workspace_shapes,
 )
-from cute_kernels.block_attention.config import candidates
 from cute_kernels.errors import UnsupportedKernelError
 from cute_kernels.reference import block_attention as reference
 from cute_kernels.support import toolkit_reason
@@ -94,7 +94,7 @@ def planned(lengths: list[int], starts: list[int], workspace: BlockAttentionWork
         block_rows=workspace.block_rows,
         max_context=1 << 20,
         block_tokens=128,
-        item_cost=config.SM90_ITEM_COST,
+        item_cost=config.SM100_ITEM_COST,
         min_quantum=config.MIN_QUANTUM,
     )
     return requests, boundaries
