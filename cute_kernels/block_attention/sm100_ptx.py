@@ -115,10 +115,10 @@ def of_block(address: Int32, rank: int | Int32, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def wait(barrier: Int32, phase: Int32, *, loc=None, ip=None) -> None:
-    """Wait for a phase of a barrier of this block, at which threads or copies of both blocks may arrive."""
+    """Wait for a phase of a barrier of this block, at which threads or copies of both blocks may arrive. It may part a warp."""
     text = (
         "{\n\t.reg .pred P1;\n\tLAB_WAIT:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 P1, [$0], $1;\n\t"
-        "@P1 bra.uni DONE;\n\tbra.uni LAB_WAIT;\n\tDONE:\n\t}"
+        "@P1 bra DONE;\n\tbra LAB_WAIT;\n\tDONE:\n\t}"
     )
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, phase)]
     asm(text, "r,r,~{memory}", *operands, loc=loc, ip=ip)
