@@ -40,11 +40,13 @@ needs_compiler = pytest.mark.skipif(toolkit_reason() is not None, reason=f"compi
 @pytest.mark.parametrize("arch", ARCHES)
 def test_it_is_a_candidate_on_blackwell_and_nowhere_the_first(arch: str) -> None:
     """Fails where a schedule that no GPU has run is taken without a trial."""
-    for change in ({}, {"page_size": 32}, {"page_size": 128}, {"dtype": "float16"}):
+    takes: tuple[dict[str, Any], ...] = ({}, {"page_size": 32}, {"page_size": 128}, {"dtype": "float16"})
+    refuses: tuple[dict[str, Any], ...] = ({"page_size": 16}, {"value_width": 448}, {"rotary": 16})
+    for change in takes:
         taken = candidates(replace(PUBLISHED, **change), arch)
         assert taken == {"sm_90a": ("sm90",), "sm_100a": ("portable", "sm100")}.get(arch, ("portable",))
         assert pick_schedule(replace(PUBLISHED, **change), arch) == taken[0] != "sm100"
-    for change in ({"page_size": 16}, {"value_width": 448}, {"rotary": 16}):
+    for change in refuses:
         assert candidates(replace(PUBLISHED, **change), arch) == ("portable",)
 
 
