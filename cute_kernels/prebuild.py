@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cute_kernels import add_rms_norm, cache, context_append, few_row_linear, markov_chain, query_rope
 from cute_kernels.arch import ARCHES
-from cute_kernels.block_attention import combine, plan, portable, sm90, sm90_combine
-from cute_kernels.block_attention.config import NAME as BLOCK_ATTENTION
-from cute_kernels.block_attention.config import SCHEDULES, SM90, BlockAttentionConfig, pick_schedule
+from cute_kernels.block_attention.config import BlockAttentionConfig, candidates
+from cute_kernels.block_attention.kernels import every
 from cute_kernels.errors import KernelError
 from cute_kernels.few_row_linear.config import COLUMNS, HOPPER_MULTIPROCESSORS, Product
 from cute_kernels.processes import in_processes
@@ -71,19 +69,8 @@ def tasks(deployment: Deployment, arch: str) -> list[Task]:
         )
         found += [Task(few_row_linear.NAME, linear, few_row_linear.compile_for) for linear in dict.fromkeys(linears)]
     attentions = [BlockAttentionConfig(c, r, page_size, dtype) for page_size in deployment.page_sizes]
-    for schedule in sorted({pick_schedule(attention, arch) for attention in attentions}):
-        found.append(Task(plan.PLAN, SCHEDULES[schedule], plan.compile_for))
-        if schedule == SM90.name:
-            merges = sm90_combine.configs(c, dtype)
-            found += [Task(sm90_combine.COMBINE, merge, sm90_combine.compile_for) for merge in merges]
-        else:
-            found.append(Task(combine.COMBINE, combine.CombineConfig(c, dtype), combine.compile_for))
-    for attention in attentions:
-        if pick_schedule(attention, arch) == SM90.name:
-            for joined in (False, True):  # which of them a batch takes depends on how many requests it has
-                found.append(Task(sm90.name(joined), attention, partial(sm90.compile_for, joins=joined)))
-        else:
-            found.append(Task(BLOCK_ATTENTION, attention, portable.compile_for))
+    launched = [kernel for a in attentions for schedule in candidates(a, arch) for kernel in every(a, schedule)]
+    found += {(k.name, k.config): Task(k.name, k.config, k.compile) for k in launched}.values()
     for page_size in sorted({*deployment.page_sizes, SCRATCH_PAGE}):
         append = context_append.ContextAppendConfig(c, r, page_size, dtype)
         found.append(Task(context_append.NAME, append, context_append.compile_for))

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from cute_kernels import context_append, few_row_linear, markov_chain, query_rope, support
-from cute_kernels.block_attention import BlockAttentionWorkspace, block_attention, launch, plan_block_attention, workspace
+from cute_kernels.block_attention import (
+    BlockAttentionWorkspace,
+    block_attention,
+    kernels,
+    launch,
+    plan_block_attention,
+    workspace,
+)
 from trtllm_dspark.attention import cutedsl, self_check
 from trtllm_dspark.attention.operations import DraftShape
 from trtllm_dspark.config import DraftConfig
@@ -38,7 +45,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         return lambda *operands: seen.append(Launch(kernel, settings, operands))
 
     modules = (context_append, few_row_linear, markov_chain, query_rope, launch, workspace)
-    for module in modules:
+    for module in (context_append, few_row_linear, kernels, markov_chain, query_rope, workspace):
         monkeypatch.setattr(module, "compiled", compiled)
     for module in (*modules, support):
         for name, value in (("arch_name", "sm_90a"), ("device_reason", None), ("toolkit_reason", None)):

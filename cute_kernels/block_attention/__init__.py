@@ -10,14 +10,21 @@ which all layers share; the pieces are merged in a second launch.
     config.py     tiles, configuration, number of parts          plan.py      the work list
     portable.py   the attention, sm_80 and later                 combine.py   merging of pieces
     sm90.py       the attention on Hopper, with sm90_kernel.py and what it names; sm90_combine.py merges its pieces
-    operands.py   what both are compiled against
+    sm100.py      the attention on Blackwell, with sm100_kernel.py and what it names; never run on a GPU
+    operands.py   what all of them are compiled against
     workspace.py  buffers of a step and the plan's launch        launch.py    the public function and its op
 
 Moves about B * (len * W + M * (W + c)) * itemsize bytes, M = S * H, and computes 2 * B * M * (len + S) * (W + c) FLOP. The
 twin is `cute_kernels.reference.block_attention`.
 """
 
-from cute_kernels.block_attention.config import BlockAttentionConfig, num_parts, pick_schedule, workspace_shapes
+from cute_kernels.block_attention.config import (
+    BlockAttentionConfig,
+    candidates,
+    num_parts,
+    pick_schedule,
+    workspace_shapes,
+)
 from cute_kernels.block_attention.launch import block_attention, gate_configs, reason
 from cute_kernels.block_attention.workspace import BlockAttentionWorkspace, plan_block_attention
 
@@ -25,6 +32,7 @@ __all__ = [
     "BlockAttentionConfig",
     "BlockAttentionWorkspace",
     "block_attention",
+    "candidates",
     "gate_configs",
     "num_parts",
     "pick_schedule",

@@ -22,6 +22,7 @@ PAGE_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_ROWS, MAX_HEADS = 16, 128
 ITEM_COST = 2  # what starting on a request costs, in tiles
 SM90_ITEM_COST = 3  # of the sm90 schedule, measured: its pipeline drains and fills, one more piece is stored and merged
+SM100_ITEM_COST = 3  # of the sm100 schedule, a guess: nothing of it was measured
 MIN_QUANTUM = 2  # least cost of a part, and least tiles for which a request is cut into more
 FULL_ENOUGH = 0.9  # share of the multiprocessors that must have work for one more wave not to be tried
 MAX_WAVES = 4
@@ -52,7 +53,7 @@ class Schedule:
 
 PORTABLE = Schedule("portable", BLOCK_M, BLOCK_N)
 SM90 = Schedule("sm90", SM90_BLOCK, SM90_BLOCK, SM90_ITEM_COST, aligned=True, joins=True)
-SM100 = Schedule("sm100", SM100_BLOCK, SM100_BLOCK, SM90_ITEM_COST, aligned=True, blocks=2)
+SM100 = Schedule("sm100", SM100_BLOCK, SM100_BLOCK, SM100_ITEM_COST, aligned=True, blocks=2)
 SCHEDULES = {schedule.name: schedule for schedule in (PORTABLE, SM90, SM100)}
 
 
@@ -117,6 +118,11 @@ class BlockAttentionConfig:
             sizes = ", ".join(map(str, SM100_PAGE_SIZES))
             return f"the sm100 schedule needs pages of {sizes} tokens, they have {self.page_size}"
         return self.reason()
+
+    def reason_of(self, schedule: str, arch: str) -> str | None:
+        """None where the schedule of this name takes this on a compile target, else why not."""
+        reasons = {SM90.name: self.sm90_reason, SM100.name: self.sm100_reason}
+        return reasons[schedule](arch) if schedule in reasons else self.reason()
 
 
 def candidates(config: BlockAttentionConfig, arch: str) -> tuple[str, ...]:

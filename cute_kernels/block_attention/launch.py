@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.block_attention import combine, portable, sm90, sm90_combine
+from cute_kernels.block_attention import combine, kernels, portable, sm90, sm90_combine, sm100
 from cute_kernels.block_attention import plan as planning
 from cute_kernels.block_attention.config import (
     NAME,
@@ -14,14 +14,14 @@ from cute_kernels.block_attention.config import (
     PORTABLE,
     SM90,
     SM90_PAGE_SIZES,
+    SM100,
+    SM100_PAGE_SIZES,
     VECTOR,
     BlockAttentionConfig,
-    may_join,
     pick_schedule,
     shape_reason,
 )
 from cute_kernels.block_attention.workspace import BlockAttentionWorkspace, plan_block_attention
-from cute_kernels.cache import compiled
 from cute_kernels.errors import KernelError, UnsupportedKernelError
 from cute_kernels.reference import block_attention as reference
 from cute_kernels.support import arch_name, check_tensor, device_reason, toolkit_reason
@@ -54,6 +54,11 @@ def gate_configs() -> list[tuple[Any, ...]]:
                 ("sm_90a",),
             )
             for page_size, joins in ((SM90_PAGE_SIZES[0], True), (SM90_PAGE_SIZES[-1], True), (SM90_PAGE_SIZES[0], False))
+        ),
+        (f"{planning.PLAN} {SM100.name}", partial(planning.compile_for, SM100), ("sm_100a",)),
+        *(
+            (f"{NAME} {SM100.name} P={c.page_size} {c.dtype}", partial(sm100.compile_for, c), ("sm_100a",))
+            for c in (BlockAttentionConfig(512, 64, page_size, "bfloat16") for page_size in SM100_PAGE_SIZES[::2])
         ),
     ]
 
@@ -103,8 +108,8 @@ def block_attention(
         plan: what `plan_block_attention` returned for these lengths; its lengths are the ones that count. None plans here.
         out: [B, S, H, c] in q's dtype, contiguous; written. lse: [B, S, H], fp32, contiguous; written. None allocates.
         return_lse: also return lse: log2 of the sum of exponentials.
-        schedule: which kernel, portable or sm90 (Hopper; c = 512, r = 64, P 32, 64 or 128). None: the plan's, without a plan
-            the fastest that takes the arguments.
+        schedule: which kernel, portable, sm90 (Hopper) or sm100 (Blackwell, never run on one); the last two need c = 512,
+            r = 64 and P 32, 64 or 128. None: the plan's, without a plan what `pick_schedule` says.
     Returns:
         out, or (out, lse).
     Raises:
@@ -121,7 +126,7 @@ def block_attention(
         raise UnsupportedKernelError(f"{NAME} of layer {layer}: {why}. Use cute_kernels.reference.block_attention.")
     config, arch = _config(q, pages, value_width), arch_name(q.device)
     chosen = schedule or (pick_schedule(config, arch) if plan is None else plan.schedule)
-    why = config.sm90_reason(arch) if chosen == SM90.name else None
+    why = config.reason_of(chosen, arch)
     if why is not None:
         raise UnsupportedKernelError(f"{NAME} of layer {layer}: {why}. Use the portable schedule, with a workspace for it.")
     if plan is not None and plan.schedule != chosen:
@@ -169,15 +174,6 @@ def _config(q: torch.Tensor, pages: torch.Tensor, value_width: int) -> BlockAtte
     return BlockAttentionConfig(value_width, q.shape[-1] - value_width, pages.shape[1], str(q.dtype).removeprefix("torch."))
 
 
-def _merge(config: BlockAttentionConfig, schedule: str, arch: str, batch: int, parts: int) -> Any:
-    """The kernel that merges what a schedule's kernel left in pieces."""
-    if schedule == SM90.name:
-        chosen = sm90_combine.config_for(config.value_width, config.dtype, batch, parts)
-        return compiled(sm90_combine.COMBINE, chosen, arch, partial(sm90_combine.compile_for, chosen, arch))
-    plain = combine.CombineConfig(config.value_width, config.dtype)
-    return compiled(combine.COMBINE, plain, arch, partial(combine.compile_for, plain, arch))
-
-
 def _launch(
     q: torch.Tensor,
     block_latents: torch.Tensor,
@@ -193,12 +189,10 @@ def _launch(
     schedule: str = PORTABLE.name,
 ) -> None:
     config, arch = _config(q, pages, out.shape[-1]), arch_name(q.device)
-    if schedule == SM90.name:
-        joins = may_join(requests.shape[0], boundaries.shape[0] - 1)
-        attend = compiled(sm90.name(joins), config, arch, partial(sm90.compile_for, config, arch, joins=joins))
-        pages = pages if pages.shape[0] else pages.new_zeros(1, *pages.shape[1:])  # a tensor map has no empty dim
-    else:
-        attend = compiled(NAME, config, arch, partial(portable.compile_for, config, arch))
+    batch, parts = requests.shape[0], boundaries.shape[0] - 1
+    attend = kernels.attention(config, schedule, batch, parts).load(arch)
+    if schedule != PORTABLE.name and not pages.shape[0]:
+        pages = pages.new_zeros(1, *pages.shape[1:])  # a tensor map has no empty dim
     packed_out, packed_lse = out.flatten(1, 2), lse.flatten(1, 2)
     attend(
         _packed(q),
@@ -213,8 +207,8 @@ def _launch(
         partial_lse,
         scale * math.log2(math.e),
     )
-    if boundaries.shape[0] > 2:  # more parts than one
-        merge = _merge(config, schedule, arch, requests.shape[0], boundaries.shape[0] - 1)
+    if parts > 1:
+        merge = kernels.merge(config, schedule, batch, parts).load(arch)
         merge(requests, boundaries, partial_out, partial_lse, packed_out, packed_lse)
 
 

@@ -74,14 +74,9 @@ this and launched without clusters.
 
 from typing import Any
 
-from cute_kernels.block_attention.config import NAME, SM90, SM90_UNIT, BlockAttentionConfig
+from cute_kernels.block_attention.config import NAME, SM90_UNIT, BlockAttentionConfig
 from cute_kernels.block_attention.operands import fake_operands
 from cute_kernels.errors import UnsupportedKernelError
-
-
-def name(joined: bool) -> str:
-    """Of the kernel that joins parts, or does not, in the cache."""
-    return f"{NAME}_{SM90.name}{'_joins' if joined else ''}"
 
 
 def kernel_class() -> type:

@@ -50,7 +50,7 @@ class BlockAttentionWorkspace:
 
         Args:
             num_sms: multiprocessors to share the work among; None asks the device.
-            schedule: the kernel that will read it, portable or sm90; `pick_schedule` names the fastest.
+            schedule: the kernel that will read it, portable, sm90 or sm100; `candidates` names those worth a trial.
         Raises:
             UnsupportedKernelError: S or H that no kernel covers. KernelError: a schedule that does not exist.
         """

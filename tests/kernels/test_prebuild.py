@@ -58,7 +58,7 @@ def test_the_tasks_are_what_launches_look_up(monkeypatch: pytest.MonkeyPatch) ->
     """Fails where a launch asks for a kernel or settings that the list does not hold."""
     import cute_kernels.few_row_linear as linear
     from cute_kernels import add_rms_norm, context_append, markov_chain, query_rope
-    from cute_kernels.block_attention import launch, workspace
+    from cute_kernels.block_attention import kernels, launch, workspace
 
     asked = []
 
@@ -66,8 +66,9 @@ def test_the_tasks_are_what_launches_look_up(monkeypatch: pytest.MonkeyPatch) ->
         asked.append((kernel, config))
         return lambda *arguments: None
 
-    for module in (add_rms_norm, context_append, linear, markov_chain, query_rope, launch, workspace):
+    for module in (add_rms_norm, context_append, linear, kernels, markov_chain, query_rope, workspace):
         monkeypatch.setattr(module, "compiled", compiled)
+    for module in (add_rms_norm, context_append, linear, markov_chain, query_rope, launch, workspace):
         monkeypatch.setattr(module, "arch_name", lambda device: "sm_90a")
         monkeypatch.setattr(module, "device_reason", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"multi_processor_count": 132}))
