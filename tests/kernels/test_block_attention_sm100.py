@@ -105,7 +105,7 @@ def planned(lengths: list[int], starts: list[int], workspace: BlockAttentionWork
 def tokens_of(requests: torch.Tensor, boundaries: torch.Tensor, rows: int) -> dict[int, list[int]]:
     """Request -> tokens in the order in which parts walk them, tiles as `sm100_tiles` counts them; the block's from -1 down."""
     found: dict[int, list[int]] = {}
-    for (first, first_tile), (last, last_tile) in pairwise(boundaries.tolist()):
+    for (first, first_tile), (last, last_tile) in pairwise(boundaries[:, :2].tolist()):
         for request in range(first, last + (last_tile > 0)):
             start, context = requests[request, :2].tolist()
             context_tiles = (start + context + TOKENS - 1) // TOKENS - start // TOKENS if context else 0
