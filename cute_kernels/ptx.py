@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from cutlass import Int32, cute
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass import Int32, Int64, cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu, llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 
 def asm(text: str, constraints: str, *operands: Any, loc: Any = None, ip: Any = None) -> None:
@@ -55,3 +56,31 @@ def wait(barrier: cute.Pointer, phase: Int32, *, loc: Any = None, ip: Any = None
     )
     address = barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
     asm(text, "r,r,~{memory}", address, Int32(phase).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def expect_bytes(barrier: Int32, size: Int32, *, loc=None, ip=None) -> None:
+    """Arrive at a barrier and announce bytes; one thread does."""
+    asm(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
+        "r,r,~{memory}",
+        Int32(barrier).ir_value(loc=loc, ip=ip),
+        Int32(size).ir_value(loc=loc, ip=ip),
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def of_block(address: Int32, rank: int | Int32, *, loc=None, ip=None) -> Int32:
+    """An address in this block's shared memory, as the same place in another block of the cluster."""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, rank)]
+    return Int32(pure("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", T.i32(), *operands, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def map_address(atom: cute.CopyAtom, barrier: cute.Pointer, *, loc=None, ip=None) -> Int64:
+    """Generic address of the tensor map behind a TMA atom."""
+    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
+    pointer = cute_nvgpu.get_tma_desc_addr(kind, atom._unpack(loc=loc, ip=ip, tma_bar_ptr=barrier), loc=loc, ip=ip)
+    return Int64(cute_nvgpu.cast_tma_desc_to_integer(T.i64(), pointer.value, loc=loc, ip=ip))

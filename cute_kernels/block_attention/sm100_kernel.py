@@ -6,13 +6,14 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from cute_kernels.block_attention import sm90_ptx, sm100_ptx
+from cute_kernels.block_attention import sm100_ptx
 from cute_kernels.block_attention import sm100_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM100_BLOCK, BlockAttentionConfig
 from cute_kernels.block_attention.sm100_producer import fetch_keys, fetch_values
 from cute_kernels.block_attention.sm100_products import issue
 from cute_kernels.block_attention.sm100_tiles import CHUNKS, ROWS, VALUE_CHUNKS, WEIGHING_WARPS
 from cute_kernels.block_attention.sm100_weights import weigh_part
+from cute_kernels.ptx import map_address, of_block
 from cute_kernels.support import smem_allocator
 
 KEYS, VALUES, PRODUCTS = WEIGHING_WARPS, WEIGHING_WARPS + 1, WEIGHING_WARPS + 2  # warps behind those that weigh
@@ -142,7 +143,7 @@ class BlockAttentionSm100:
             stop=stop,
         )
         bars_at = Int32(bars.toint())
-        leader_bars = sm100_ptx.of_block(bars_at, 0)
+        leader_bars = of_block(bars_at, 0)
         keys_at, values_at = Int32(shared.keys.data_ptr().toint()), Int32(shared.values.data_ptr().toint())
         queries_at = Int32(shared.queries.data_ptr().toint())
         if warp_index == KEYS or warp_index == VALUES:
@@ -153,9 +154,9 @@ class BlockAttentionSm100:
                     queries_at=queries_at,
                     keys_at=keys_at,
                     values_at=values_at,
-                    map_queries=sm90_ptx.map_address(tma_q, bars),
-                    map_pages=sm90_ptx.map_address(tma_pages, bars),
-                    map_block=sm90_ptx.map_address(tma_block, bars),
+                    map_queries=map_address(tma_q, bars),
+                    map_pages=map_address(tma_pages, bars),
+                    map_block=map_address(tma_block, bars),
                     page=cute.make_layout(self.config.page_size),  # its size stays a constant
                     num_pages=tPages.shape[2],
                     block_rows=tBlock.shape[0],

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import Int32, cute
 
-from cute_kernels.block_attention import sm90_ptx, sm100_ptx
+from cute_kernels.block_attention import sm100_ptx
 from cute_kernels.block_attention import sm100_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM100_BLOCK
+from cute_kernels.block_attention.extent import live_columns
 from cute_kernels.block_attention.sm100_tiles import BLOCK_BYTES, CHUNKS, ROWS, VALUE_BYTES, VALUE_CHUNKS
+from cute_kernels.ptx import expect_bytes
 
 
 def box_of(f: SimpleNamespace) -> int:
@@ -59,7 +61,7 @@ def fetch_keys(f: SimpleNamespace, part: SimpleNamespace, mTable: cute.Tensor, m
         sm100_ptx.wait(f.bars + 8 * tiles.FREE_QUERIES, phase_q)
         phase_q = phase_q ^ 1
         if f.rank == 0:
-            sm90_ptx.expect_bytes(f.bars + 8 * tiles.LANDED_QUERIES, 2 * CHUNKS * BLOCK_BYTES)
+            expect_bytes(f.bars + 8 * tiles.LANDED_QUERIES, 2 * CHUNKS * BLOCK_BYTES)
         for c in cutlass.range_constexpr(CHUNKS):
             landed = f.leader_bars + 8 * tiles.LANDED_QUERIES
             sm100_ptx.copy_box(f.queries_at + c * BLOCK_BYTES, f.map_queries, c * SEGMENT, f.first_row, request, landed)
@@ -69,7 +71,7 @@ def fetch_keys(f: SimpleNamespace, part: SimpleNamespace, mTable: cute.Tensor, m
             for c in cutlass.range_constexpr(CHUNKS):
                 sm100_ptx.wait(f.bars + 8 * (tiles.FREE_KEYS + c), phase)
                 if f.rank == 0:
-                    sm90_ptx.expect_bytes(f.bars + 8 * (tiles.LANDED_KEYS + c), 2 * BLOCK_BYTES)
+                    expect_bytes(f.bars + 8 * (tiles.LANDED_KEYS + c), 2 * BLOCK_BYTES)
                 for i in cutlass.range_constexpr(cute.size(rBox.shape[0])):
                     target, landed = f.keys_at + c * BLOCK_BYTES + i * box * SEGMENT * 2, tiles.LANDED_KEYS + c
                     sm100_ptx.copy_box(target, tensor_map, c * SEGMENT, rBox[i, 1], rBox[i, 0], f.leader_bars + 8 * landed)
@@ -93,7 +95,7 @@ def fetch_values(f: SimpleNamespace, part: SimpleNamespace, mTable: cute.Tensor,
         for tile in cutlass.range(begin, end, unroll=1):
             position = ((start >> tiles.SHIFT) + tile) << tiles.SHIFT
             tensor_map = locate(f, mTable, request, start, context, position, rBox)
-            live_first, live_end = tiles.live_columns(start, context, f.block_rows, tile)
+            live_first, live_end = live_columns(start, context, f.block_rows, tile, SM100_BLOCK)
             is_edge = live_first > 0 or live_end < SM100_BLOCK
             for c in cutlass.range_constexpr(VALUE_CHUNKS):
                 half, side = c // 2, c % 2  # of the columns, of the tokens
@@ -104,9 +106,9 @@ def fetch_values(f: SimpleNamespace, part: SimpleNamespace, mTable: cute.Tensor,
                         sm100_ptx.arrive(landed, True)
                     landed = f.bars + 8 * tiles.LANDED_EDGE
                     if cutlass.const_expr(c == 0):
-                        sm90_ptx.expect_bytes(landed, VALUE_CHUNKS * VALUE_BYTES)
+                        expect_bytes(landed, VALUE_CHUNKS * VALUE_BYTES)
                 elif f.rank == 0:
-                    sm90_ptx.expect_bytes(f.bars + 8 * (tiles.LANDED_VALUES + c), 2 * VALUE_BYTES)
+                    expect_bytes(f.bars + 8 * (tiles.LANDED_VALUES + c), 2 * VALUE_BYTES)
                 for i in cutlass.range_constexpr(boxes):
                     page, row = rBox[side * boxes + i, 0], rBox[side * boxes + i, 1]
                     for k in cutlass.range_constexpr(2):

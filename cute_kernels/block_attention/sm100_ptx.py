@@ -106,14 +106,6 @@ def wait_for_stores(*, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def of_block(address: Int32, rank: int | Int32, *, loc=None, ip=None) -> Int32:
-    """The cluster address of what another block has at this address of its shared memory."""
-    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, rank)]
-    text = "mapa.shared::cluster.u32 $0, $1, $2;"
-    return Int32(llvm.inline_asm(T.i32(), operands, text, "=r,r,r", has_side_effects=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
 def wait(barrier: Int32, phase: Int32, *, loc=None, ip=None) -> None:
     """Wait for a phase of a barrier of this block, at which threads or copies of both blocks may arrive. It may part a warp."""
     text = (

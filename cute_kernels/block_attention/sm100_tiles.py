@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from cutlass import Int32, cute
 
 from cute_kernels.block_attention.config import SEGMENT, SM100_BLOCK
+from cute_kernels.block_attention.extent import context_tiles, span
 
 CHUNKS = 9  # of 64 columns in a latent, 8 of them values
 ROWS = 64  # of a tile of 128 packed rows those of one block; and of its 128 tokens the keys that one block holds
@@ -37,36 +38,9 @@ ALL_COLUMNS = 512  # what is allocated: a power of 2
 
 
 @cute.jit
-def context_tiles(start: Int32, context: Int32) -> Int32:
-    """Tiles of a context; the block's tile comes behind them."""
-    tiles = Int32(0)
-    if context > 0:
-        tiles = ((start + context + SM100_BLOCK - 1) >> SHIFT) - (start >> SHIFT)
-    return tiles
-
-
-@cute.jit
 def span_of(mRequests: cute.Tensor, p: SimpleNamespace, request: Int32):
     """(start, context, tiles of the request, first and end of those that the part `p` holds)."""
     start, context = mRequests[request, 0], mRequests[request, 1]
-    all_tiles = context_tiles(start, context) + 1
-    begin, end = Int32(0), all_tiles
-    if request == p.first_request:
-        begin = p.first_tile
-    if request == p.last_request:
-        end = p.last_tile
+    all_tiles = context_tiles(start, context, SM100_BLOCK) + 1
+    begin, end = span(request, all_tiles, p.first_request, p.first_tile, p.last_request, p.last_tile)
     return start, context, all_tiles, begin, end
-
-
-@cute.jit
-def live_columns(start: Int32, context: Int32, block_rows: Int32, tile: Int32):
-    """(first, end) of a tile's tokens that are live; a tile of which not all are holds an edge."""
-    position = ((start >> SHIFT) + tile) << SHIFT
-    first, end = Int32(0), block_rows
-    if context > 0 and position < start + context:
-        first, end = start - position, start + context - position
-        if first < 0:
-            first = Int32(0)
-        if end > SM100_BLOCK:
-            end = Int32(SM100_BLOCK)
-    return first, end

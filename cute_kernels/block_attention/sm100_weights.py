@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, cute
 from cute_kernels.block_attention import sm100_ptx as ptx
 from cute_kernels.block_attention import sm100_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM100_BLOCK
+from cute_kernels.block_attention.extent import live_columns
 from cute_kernels.block_attention.sm100_tiles import ROWS, WEIGHING_WARPS
 
 THREADS = 32 * WEIGHING_WARPS
@@ -127,7 +128,7 @@ def weigh_part(
             scores = tiles.SCORES + SM100_BLOCK // 2 * stage
             for c, score in enumerate(ptx.load(w.lanes_at + scores, ROWS)):
                 rS[c] = score
-            first, live_end = tiles.live_columns(start, context, w.block_rows, tile)
+            first, live_end = live_columns(start, context, w.block_rows, tile, SM100_BLOCK)
             is_edge = first > 0 or live_end < SM100_BLOCK
             if is_edge:
                 for c in cutlass.range_constexpr(ROWS):

@@ -12,10 +12,11 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
+from cute_kernels.block_attention.extent import context_tiles, span
 from cute_kernels.block_attention.sm90_finish import finish, traded
 from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, left, right, score
 from cute_kernels.block_attention.sm90_tiles import HALF, LEFT, LOWEST, RIGHT
-from cute_kernels.ptx import wait
+from cute_kernels.ptx import of_block, wait
 
 
 @cute.jit
@@ -92,7 +93,7 @@ def compute(
         sSentRows=sent[1],
         sGot=got[0],
         sGotRows=got[1],
-        peer_ready=ptx.of_peer(c.ready.toint(), 1 - part % 2) if joins else None,
+        peer_ready=of_block(c.ready.toint(), 1 - part % 2) if joins else None,
     )
     start, context = first_item
     phase, phase_q = Int32(0), Int32(0)
@@ -100,8 +101,8 @@ def compute(
         pieces = Int32(1)
         if cutlass.const_expr(joins):
             pieces = mRequests[request, 3]  # less than 0: this part is joined with its neighbour. Wanted at the end
-        all_tiles = tiles.context_tiles(start, context) + 1
-        begin, end = tiles.span(request, all_tiles, first_request, first_tile, last_request, last_tile)
+        all_tiles = context_tiles(start, context, SM90_BLOCK) + 1
+        begin, end = span(request, all_tiles, first_request, first_tile, last_request, last_tile)
         item = (start, context)
         rO.fill(0.0)
         k.rSum.fill(0.0)

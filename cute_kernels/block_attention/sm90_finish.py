@@ -13,7 +13,7 @@ from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SM90_BLOCK, SM90_UNIT
 from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING
 from cute_kernels.block_attention.sm90_tiles import HALF
-from cute_kernels.ptx import wait
+from cute_kernels.ptx import of_block, wait
 
 UNITS_OF_WARP = HALF // 8  # see `SM90_UNITS`
 SENT_BYTES = 16 * HALF * 4 + 16 * 2 * 4  # of a warp to the other block: sums of 16 rows, and of each row what they refer to
@@ -100,8 +100,8 @@ def send(k: SimpleNamespace):
     cute.arch.sync_warp()
     wait(k.ready, Int32(0))
     is_speaker, source = k.is_speaker, k.sSent.iterator.toint()
-    target = ptx.of_peer(k.sGot.iterator.toint(), 1 - k.rank)
-    received = ptx.of_peer(k.received.toint(), 1 - k.rank)
+    target = of_block(k.sGot.iterator.toint(), 1 - k.rank)
+    received = of_block(k.received.toint(), 1 - k.rank)
     if is_speaker:
         ptx.copy_to_peer(target, source, Int32(SENT_BYTES), received)
 

@@ -7,13 +7,13 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK, BlockAttentionConfig
 from cute_kernels.block_attention.sm90_compute import compute
 from cute_kernels.block_attention.sm90_finish import SENT_BYTES
 from cute_kernels.block_attention.sm90_producer import fetch, slice_of
 from cute_kernels.block_attention.sm90_roles import COMPUTING
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, HALF
+from cute_kernels.ptx import expect_bytes, map_address
 from cute_kernels.support import smem_allocator
 
 THREADS = COMPUTING + 128  # a warpgroup more, one warp of which fetches
@@ -166,7 +166,7 @@ class BlockAttentionSm90:
                 cute.arch.mbarrier_init(free_q, 4)
                 cute.arch.mbarrier_init(shared.ready.data_ptr(), 4)
                 cute.arch.mbarrier_init(shared.received.data_ptr(), 1)
-                ptx.expect_bytes(shared.received.data_ptr().toint(), 4 * SENT_BYTES)
+                expect_bytes(shared.received.data_ptr().toint(), 4 * SENT_BYTES)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if cutlass.const_expr(self.joins):
@@ -188,9 +188,9 @@ class BlockAttentionSm90:
                         landed_q=landed_q,
                         free=free,
                         free_q=free_q,
-                        map_queries=ptx.map_address(tma_q, landed),
-                        map_pages=ptx.map_address(tma_pages, landed),
-                        map_block=ptx.map_address(tma_block, landed),
+                        map_queries=map_address(tma_q, landed),
+                        map_pages=map_address(tma_pages, landed),
+                        map_block=map_address(tma_block, landed),
                         queries_at=shared.queries.data_ptr().toint(),
                         tokens_at=shared.tokens.data_ptr().toint(),
                         landed_at=landed.toint(),

@@ -11,8 +11,9 @@ from cutlass import Int32, Int64, cute
 from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
+from cute_kernels.block_attention.extent import context_tiles, span
 from cute_kernels.block_attention.sm90_tiles import CHUNK_BYTES, CHUNKS, LEFT, RIGHT
-from cute_kernels.ptx import wait
+from cute_kernels.ptx import expect_bytes, wait
 
 ROW_BYTES = CHUNKS * SEGMENT * 2
 AHEAD = 4  # row tiles that share a request's pages, from which on these are asked into L2 ahead; with fewer it is slower
@@ -36,7 +37,7 @@ def slice_of(box: cutlass.Constexpr[int], row_tile: Int32):
 def fetch_queries(f: SimpleNamespace, request: Int32, phase: Int32):
     """The queries of a request's row tile, when those of the one before are done with."""
     wait(f.free_q, phase)
-    ptx.expect_bytes(f.landed_q.toint(), CHUNKS * CHUNK_BYTES)
+    expect_bytes(f.landed_q.toint(), CHUNKS * CHUNK_BYTES)
     for c in cutlass.range_constexpr(CHUNKS):
         target = f.queries_at + c * CHUNK_BYTES
         ptx.copy_box(target, f.map_queries, Int32(c * SEGMENT), f.row_tile * SM90_BLOCK, request, f.landed_q.toint())
@@ -67,7 +68,7 @@ def fill(
         for c in cutlass.range_constexpr(*(LEFT, RIGHT)[half]):
             barrier = f.landed_at + 8 * (stage * CHUNKS + c)
             if cutlass.const_expr(i == 0):
-                ptx.expect_bytes(barrier, CHUNK_BYTES)
+                expect_bytes(barrier, CHUNK_BYTES)
             target = f.tokens_at + (stage * CHUNKS + c) * CHUNK_BYTES + i * (box * SEGMENT * 2)
             ptx.copy_box(target, tensor_map, Int32(c * SEGMENT), row, index, barrier)
 
@@ -103,8 +104,8 @@ def fetch(
     if first_request < stop:  # a copy for nobody could land when this block is gone
         fetch_queries(f, first_request, phase_q)
     for request in cutlass.range(first_request, stop, unroll=1):
-        all_tiles = tiles.context_tiles(start, context) + 1
-        begin, end = tiles.span(request, all_tiles, first_request, first_tile, last_request, last_tile)
+        all_tiles = context_tiles(start, context, SM90_BLOCK) + 1
+        begin, end = span(request, all_tiles, first_request, first_tile, last_request, last_tile)
         tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, begin, f.rTicket0)
         if begin + 1 < end:
             tiles.find(mTable, f.boxes_of_page, f.num_pages, request, start, context, begin + 1, f.rTicket1)

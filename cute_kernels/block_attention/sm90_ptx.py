@@ -2,11 +2,9 @@
 
 import cutlass
 from cutlass import Int32, Int64, cute
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from cute_kernels.ptx import asm, opaque, pure
+from cute_kernels.ptx import asm, opaque
 
 
 @dsl_user_op
@@ -28,30 +26,9 @@ def copy_box(
 
 
 @dsl_user_op
-def map_address(atom: cute.CopyAtom, barrier: cute.Pointer, *, loc=None, ip=None) -> Int64:
-    """Generic address of the tensor map behind a TMA atom."""
-    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
-    pointer = cute_nvgpu.get_tma_desc_addr(kind, atom._unpack(loc=loc, ip=ip, tma_bar_ptr=barrier), loc=loc, ip=ip)
-    return Int64(cute_nvgpu.cast_tma_desc_to_integer(T.i64(), pointer.value, loc=loc, ip=ip))
-
-
-@dsl_user_op
 def again(value: Int32, *, loc=None, ip=None) -> Int32:
     """The same number, but a compiler takes it for a new one: what is computed from it is not kept from one use to the next."""
     return Int32(opaque("mov.b32 $0, $1;", "=r,r", T.i32(), Int32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def expect_bytes(barrier: Int32, size: Int32, *, loc=None, ip=None) -> None:
-    """Arrive at a barrier and announce bytes; one thread does."""
-    asm(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
-        "r,r,~{memory}",
-        Int32(barrier).ir_value(loc=loc, ip=ip),
-        Int32(size).ir_value(loc=loc, ip=ip),
-        loc=loc,
-        ip=ip,
-    )
 
 
 @dsl_user_op
@@ -73,13 +50,6 @@ def ask_ahead(address: Int64, size: Int32, *, loc=None, ip=None) -> None:
         loc=loc,
         ip=ip,
     )
-
-
-@dsl_user_op
-def of_peer(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
-    """An address in this block's shared memory, as the same place in another block of the cluster."""
-    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, rank)]
-    return Int32(pure("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", T.i32(), *operands, loc=loc, ip=ip))
 
 
 @dsl_user_op

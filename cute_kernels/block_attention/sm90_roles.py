@@ -12,6 +12,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention import sm90_tiles as tiles
+from cute_kernels.block_attention.config import SM90_BLOCK
+from cute_kernels.block_attention.extent import live_columns
 from cute_kernels.block_attention.sm90_descriptors import score_operands, shared_weights, values
 from cute_kernels.block_attention.sm90_tiles import CHUNKS, LEFT, RIGHT
 from cute_kernels.ptx import wait
@@ -62,7 +64,7 @@ def left(
     """A pair of tiles, by warpgroup 0. Its scores are there; unless it is the last, so are the next tile's at the end."""
     start, context = item
     if cutlass.const_expr(is_edge):
-        first, end = tiles.live_columns(start, context, k.block_rows, tile)
+        first, end = live_columns(start, context, k.block_rows, tile, SM90_BLOCK)
         tiles.mask(k.S, first, end, k.thread)
         tiles.clear_rows(k.sRaw, first, end, 0, k.thread, 0)
     tiles.largest(k.S, k.rTop)
@@ -79,7 +81,7 @@ def left(
     if cutlass.const_expr(not is_alone):
         cute.arch.barrier(barrier_id=SECOND, number_of_threads=COMPUTING)
         if cutlass.const_expr(is_edge):
-            first, end = tiles.live_columns(start, context, k.block_rows, tile + 1)
+            first, end = live_columns(start, context, k.block_rows, tile + 1, SM90_BLOCK)
             tiles.clear_rows(k.sRaw, first, end, 0, k.thread, 1)
         for r in cutlass.range_constexpr(2):
             k.rShrink[r] = k.sShrink[k.row + 8 * r, 1]
@@ -110,13 +112,13 @@ def right(
     start, context = item
     if cutlass.const_expr(not is_alone):
         if cutlass.const_expr(is_edge):
-            first, end = tiles.live_columns(start, context, k.block_rows, tile + 1)
+            first, end = live_columns(start, context, k.block_rows, tile + 1, SM90_BLOCK)
             tiles.mask(k.S, first, end, k.thread)
             tiles.clear_rows(k.sRaw, first, end, 1, k.thread, 1)
         tiles.largest(k.S, k.rTop)
     cute.arch.barrier(barrier_id=FIRST, number_of_threads=COMPUTING)
     if cutlass.const_expr(is_edge):
-        first, end = tiles.live_columns(start, context, k.block_rows, tile)
+        first, end = live_columns(start, context, k.block_rows, tile, SM90_BLOCK)
         tiles.clear_rows(k.sRaw, first, end, 1, k.thread, 0)
     for r in cutlass.range_constexpr(2):
         k.rShrink[r] = k.sShrink[k.row + 8 * r, 0]

@@ -42,28 +42,6 @@ def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tenso
 
 
 @cute.jit
-def context_tiles(start: Int32, context: Int32) -> Int32:
-    """Tiles of a context; the block's tile comes behind them."""
-    tiles = Int32(0)
-    if context > 0:
-        tiles = ((start + context + SM90_BLOCK - 1) >> SHIFT) - (start >> SHIFT)
-    return tiles
-
-
-@cute.jit
-def span(
-    request: Int32, all_tiles: Int32, first_request: Int32, first_tile: Int32, last_request: Int32, last_tile: Int32
-) -> tuple[Int32, Int32]:
-    """(first, end) of a request's tiles that a part holds."""
-    begin, end = Int32(0), all_tiles
-    if request == first_request:
-        begin = first_tile
-    if request == last_request:
-        end = last_tile
-    return begin, end
-
-
-@cute.jit
 def find(
     mTable: cute.Tensor,
     boxes_of_page: cute.Layout,  # its size is the number
@@ -93,20 +71,6 @@ def find(
             rTicket[i] = page * per_page + ((first >> box_shift) & (per_page - 1))
     else:
         rTicket[0] = -1 - request
-
-
-@cute.jit
-def live_columns(start: Int32, context: Int32, block_rows: Int32, tile: Int32):
-    """(first, end) of a tile's tokens that are live."""
-    position = ((start >> SHIFT) + tile) << SHIFT
-    first, end = Int32(0), block_rows
-    if context > 0 and position < start + context:
-        first, end = start - position, start + context - position
-        if first < 0:
-            first = Int32(0)
-        if end > SM90_BLOCK:
-            end = Int32(SM90_BLOCK)
-    return first, end
 
 
 @cute.jit
