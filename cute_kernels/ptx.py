@@ -59,7 +59,7 @@ def wait(barrier: cute.Pointer, phase: Int32, *, loc: Any = None, ip: Any = None
 
 
 @dsl_user_op
-def expect_bytes(barrier: Int32, size: Int32, *, loc=None, ip=None) -> None:
+def expect_bytes(barrier: Int32, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Arrive at a barrier and announce bytes; one thread does."""
     asm(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
@@ -72,14 +72,14 @@ def expect_bytes(barrier: Int32, size: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def of_block(address: Int32, rank: int | Int32, *, loc=None, ip=None) -> Int32:
+def of_block(address: Int32, rank: int | Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """An address in this block's shared memory, as the same place in another block of the cluster."""
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, rank)]
     return Int32(pure("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", T.i32(), *operands, loc=loc, ip=ip))
 
 
 @dsl_user_op
-def map_address(atom: cute.CopyAtom, barrier: cute.Pointer, *, loc=None, ip=None) -> Int64:
+def map_address(atom: cute.CopyAtom, barrier: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int64:
     """Generic address of the tensor map behind a TMA atom."""
     kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
     pointer = cute_nvgpu.get_tma_desc_addr(kind, atom._unpack(loc=loc, ip=ip, tma_bar_ptr=barrier), loc=loc, ip=ip)

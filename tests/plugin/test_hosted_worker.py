@@ -306,7 +306,8 @@ def test_prefill_reads_nothing_back(host, pair, monkeypatch) -> None:
     drafter = stand_in.model.draft_model
     append = drafter.backend.operations.context_append
     counting = replace(drafter.backend.operations, context_append=lambda z, *rest: calls.append(z.shape[0]) or append(z, *rest))
-    monkeypatch.setattr(drafter, "backend", replace(drafter.backend, operations=counting))
+    counted = replace(drafter.backend, operations=counting)
+    monkeypatch.setattr(drafter, "resolve_backend", lambda *asked: counted)  # binding resolves for the manager's pages
 
     def count(run, *args) -> int:
         reads.clear()
