@@ -11,8 +11,9 @@ which all layers share; the pieces are merged in a second launch.
     portable.py   the attention, sm_80 and later                 combine.py   merging of pieces
     sm90.py       the attention on Hopper, with sm90_kernel.py and what it names; sm90_combine.py merges its pieces
     sm100.py      the attention on Blackwell, with sm100_kernel.py and what it names; never run on a GPU
-    operands.py   what all of them are compiled against
-    workspace.py  buffers of a step and the plan's launch        launch.py    the public function and its op
+    operands.py   what all of them are compiled against          extent.py    tiles of a part, for sm90 and sm100
+    kernels.py    which kernels a schedule launches              launch.py    the public function and its op
+    workspace.py  buffers of a step and the plan's launch
 
 Moves about B * (len * W + M * (W + c)) * itemsize bytes, M = S * H, and computes 2 * B * M * (len + S) * (W + c) FLOP. The
 twin is `cute_kernels.reference.block_attention`.
