@@ -255,3 +255,18 @@ def test_a_product_is_checked_with_the_split_that_runs_and_several_tiles_a_block
             tiles = cut.groups * -(-cut.outputs // (32 if cut.form == SILU_MUL else 64))
             assert cut == product or tiles >= TURNS * (multiprocessors // split), product
             assert cut.outputs * cut.inner * cut.groups <= 260 << 20, product  # 0.5 GB
+
+
+def test_each_number_of_requests_is_checked_that_goes_another_way() -> None:
+    """Fails where a kernel that only some batches take is trusted without a check. Control: not asked for, it is not seen."""
+
+    def wrong_for_three(q: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:
+        found = vanilla.block_attention(q, *rest, **options)
+        return found * 1.5 if q.shape[0] == 3 else found
+
+    planted = replace(RIGHT, block_attention=wrong_for_three)
+    assert self_check.self_check(planted, CONFIG, shape(), CPU).reason() is None
+    asked = replace(planted, batches=lambda shape, device: (1, 3, 5))
+    assert "block_attention" in (self_check.self_check(asked, CONFIG, shape(), CPU).reason() or "")
+    right = replace(RIGHT, batches=lambda shape, device: (1, 3, 5))
+    assert self_check.self_check(right, CONFIG, shape(), CPU).reason() is None

@@ -14,7 +14,7 @@ from cute_kernels.block_attention import (
     block_attention,
     plan_block_attention,
 )
-from cute_kernels.block_attention.config import candidates, pick_schedule, shape_reason
+from cute_kernels.block_attention.config import PORTABLE, SM90, candidates, num_parts, pick_schedule, shape_reason
 from cute_kernels.context_append import ContextAppendConfig, context_append
 from cute_kernels.few_row_linear import few_row_linear, few_row_silu_mul
 from cute_kernels.few_row_linear import reason as few_row_reason
@@ -183,6 +183,14 @@ def scheduled(schedule: str, config: DraftConfig, shape: DraftShape) -> Operatio
     return operations({_attention(config, shape): schedule})
 
 
+def _batches(shape: DraftShape, device: torch.device) -> tuple[int, ...]:
+    """One request; two parts for each, which a kernel of its own may join; more requests than there are parts."""
+    trusted = SM90 if support.arch_name(device) == "sm_90a" else PORTABLE
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    parts = num_parts(shape.block_rows, shape.heads, multiprocessors, trusted)
+    return tuple(sorted({1, max(1, parts // 2), parts + 1}))
+
+
 def operations(chosen: ChosenSchedules = NONE_CHOSEN) -> Operations:
     """The kernels, with workspaces of their own: one set for each model, whose steps follow each other on one stream.
 
@@ -199,6 +207,7 @@ def operations(chosen: ChosenSchedules = NONE_CHOSEN) -> Operations:
         linear=_linear,
         silu_mul=_silu_mul,
         markov_chain=markov_chain,
+        batches=_batches,
         capturable=True,
         differentiable=False,
     )

@@ -105,6 +105,11 @@ def no_plan(
     """Of a backend whose layers share nothing."""
 
 
+def one_way(shape: DraftShape, device: torch.device) -> tuple[int, ...]:
+    """Of a backend whose attention goes the same way whatever the number of requests."""
+    return ()
+
+
 MarkovChain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(base logits [B, K, V], anchors [B], W1, W2, codes [B, K, R] or None) -> tokens [B, K]; see the twin."""
 ContextAppend = Callable[
@@ -151,6 +156,7 @@ class Operations:
     Attributes:
         block_attention, plan, context_append, query_rope, finish_latents, add_rms_norm, linear, silu_mul: see their types.
         markov_chain: None is `model.heads.greedy_chain`.
+        batches: (shape, device) -> numbers of requests for which block_attention takes other kernels or cuts the work anew.
         capturable: whether they read nothing on the host, so that a step can be captured in a CUDA graph.
         differentiable: whether gradients flow through them.
     """
@@ -164,5 +170,6 @@ class Operations:
     linear: LinearProduct = plain_linear
     silu_mul: GatedProduct = few_row_silu_mul
     markov_chain: MarkovChain | None = None
+    batches: Callable[[DraftShape, torch.device], tuple[int, ...]] = one_way
     capturable: bool = False
     differentiable: bool = True

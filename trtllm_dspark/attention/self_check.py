@@ -74,14 +74,20 @@ def self_check(operations: Operations, config: DraftConfig, shape: DraftShape, d
 def check_block_attention(
     operations: Operations, config: DraftConfig, shape: DraftShape, generator: torch.Generator
 ) -> Finding:
-    """The attention of the self-check alone. `self_check` runs it first, under no_grad, with a generator of seed 0."""
-    case = _attention_case(config, shape, generator, _edge_lengths(shape.page_size), starts=True)
-    poison(case["q"][..., : case["value_width"]], case["q"])
-    found = _run(operations, case)
-    exact = block_attention(**_wider(case))
-    assert isinstance(exact, torch.Tensor)
-    plain = _in_own_dtype(case)
-    return finding("block_attention", found, exact, plain)
+    """The attention of the self-check alone. `self_check` runs it first, under no_grad, with a generator of seed 0.
+
+    Ragged requests, then equal ones, as many as each of `Operations.batches` says; the worst of them.
+    """
+    equal = [[2 * shape.page_size + 3] * count for count in operations.batches(shape, generator.device)]
+    findings = []
+    for lengths in (_edge_lengths(shape.page_size), *equal):
+        case = _attention_case(config, shape, generator, lengths, starts=lengths not in equal)
+        poison(case["q"][..., : case["value_width"]], case["q"])
+        found = _run(operations, case)
+        exact = block_attention(**_wider(case))
+        assert isinstance(exact, torch.Tensor)
+        findings.append(finding("block_attention", found, exact, _in_own_dtype(case)))
+    return worst(findings)
 
 
 def _check_context_append(
