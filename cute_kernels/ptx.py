@@ -10,30 +10,20 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 def asm(text: str, constraints: str, *operands: Any, loc: Any = None, ip: Any = None) -> None:
     """An instruction that is issued as it is written and not moved across memory accesses."""
-    llvm.inline_asm(
-        None,
-        list(operands),
-        text,
-        constraints,
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
+    _issue(text, constraints, None, operands, True, loc, ip)
 
 
 def pure(text: str, constraints: str, result: Any, *operands: Any, loc: Any = None, ip: Any = None) -> Any:
     """An instruction that gives a value, of MLIR type `result`, and does nothing else."""
-    return _valued(text, constraints, result, operands, False, loc, ip)
+    return _issue(text, constraints, result, operands, False, loc, ip)
 
 
 def opaque(text: str, constraints: str, result: Any, *operands: Any, loc: Any = None, ip: Any = None) -> Any:
     """As `pure`, but issued where it stands, each time."""
-    return _valued(text, constraints, result, operands, True, loc, ip)
+    return _issue(text, constraints, result, operands, True, loc, ip)
 
 
-def _valued(text: str, constraints: str, result: Any, operands: Any, stays: bool, loc: Any, ip: Any) -> Any:
+def _issue(text: str, constraints: str, result: Any, operands: Any, stays: bool, loc: Any, ip: Any) -> Any:
     return llvm.inline_asm(
         result,
         list(operands),
