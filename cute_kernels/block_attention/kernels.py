@@ -32,10 +32,10 @@ def attention(config: BlockAttentionConfig, schedule: str, batch: int, parts: in
     return Kernel(NAME, config, portable.compile_for)
 
 
-def merge(config: BlockAttentionConfig, schedule: str, batch: int, parts: int) -> Kernel:
-    """For what `attention` leaves in pieces."""
+def merge(config: BlockAttentionConfig, schedule: str, batch: int, parts: int, units: int) -> Kernel:
+    """For what `attention` leaves in pieces; `units`: second dim of the workspace's `partial_out`."""
     if schedule == SM90.name:
-        chosen = sm90_combine.config_for(config.value_width, config.dtype, batch, parts)
+        chosen = sm90_combine.config_for(config.value_width, config.dtype, batch, parts, units)
         return Kernel(sm90_combine.COMBINE, chosen, sm90_combine.compile_for)
     return _plain_merge(config)
 

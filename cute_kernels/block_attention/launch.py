@@ -208,7 +208,7 @@ def _launch(
         scale * math.log2(math.e),
     )
     if parts > 1:
-        merge = kernels.merge(config, schedule, batch, parts).load(arch)
+        merge = kernels.merge(config, schedule, batch, parts, partial_out.shape[1]).load(arch)
         merge(requests, boundaries, partial_out, partial_lse, packed_out, packed_lse)
 
 

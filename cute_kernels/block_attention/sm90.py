@@ -25,32 +25,40 @@ its sums between the two products of every pair, and wait for the first to retir
 tiles is seldom, that is what happens.
 
 The fetching warp follows the table and fills a buffer's halves (columns 0..255, and 256..575) as they are released, left's by
-left, right's by right. Where many row tiles read the same pages, each block also asks its slice of the next two tiles of a
-request into L2, so that a copy finds them there; only the first two come unasked. Registers are moved from its warpgroup to
-the other two.
+left, right's by right. Where many row tiles read the same pages, each block also asks its slice of the next two tiles into L2,
+so that a copy finds them there; only the first two of a part come unasked. The queries of the next request are asked ahead
+too, and fetched when the last scores of this one have retired, but for their rotary part, in whose place P1 still is.
+Registers are moved from its warpgroup to the other two.
+
+It also stores. The rows of a whole request are rounded and laid where the second tile of a pair was, each warpgroup's columns
+where its own values were; from there the fetching warp copies them out while the next request's first scores are computed, and
+only then fills that buffer.
 
 Why no barrier is overrun: a warpgroup arrives at one for the second time only after it has waited for another at which the
 other warpgroup arrived after it had waited for the first: FIRST(n) < SECOND(n) < FIRST(n + 1). Where SECOND is left out the
 request ends, and a barrier of both warpgroups follows.
 
 Why no tile is overwritten while it is read: a half of a buffer is read by the warpgroup that sums it, which releases it after
-its own product with it retired, and by the scores, which retired before their scorer arrived at FIRST or SECOND, for which
-the releasing one has waited. The queries are released by left at the end of a request, when all scores and the last product
-with P1 have retired. P0 is overwritten by left after a refill of buffer 0 has landed, hence after right released it, hence
-after right's product with P0 retired; P1 by right after the same of buffer 1 and left. The phase of a buffer's barriers turns
-with each score.
+its own product with it retired, and by the scores, which retired before their scorer arrived at FIRST or SECOND, for which the
+releasing one has waited. The queries are released by both when their last scores of a request have retired, the rotary part's
+place by left at the end, when the last product with P1 has; right writes P1 after FIRST, at which left arrived with its rotary
+part in registers. Rows that wait to be stored are overwritten by a second tile, which the fetching warp fills after it has
+seen them read; or by the rows of a request of one tile, whose rotary part it does not fetch before. P0 is overwritten by left
+after a refill of buffer 0 has landed, hence after right released it, hence after right's product with P0 retired; P1 by right
+after the same of buffer 1 and left. The phase of a buffer's barriers turns with each score.
 
 The launch is a dependent one: a block sets up its barriers while the kernel before it, whatever that is, ends. Then every
-block, one without work too, waits for that kernel (griddepcontrol.wait) before it reads or writes global memory. Plan and merge
-do the same, so that the end of one of these kernels means the end of all before it: the queries are there, the plan is there,
-and no earlier reader is left of the output or of the pieces that this one writes. A kernel behind that is launched as usual
-waits for the end of this one. The copies' descriptors, fetched before the wait, are arguments of the launch.
+block, one without work too, waits for that kernel (griddepcontrol.wait) before it reads or writes global memory. Plan and
+merge do the same, so that the end of one of these kernels means the end of all before it: the queries are there, the plan is
+there, and no earlier reader is left of the output or of the pieces that this one writes. A kernel behind that is launched as
+usual waits for the end of this one. The copies' descriptors, fetched before the wait, are arguments of the launch.
 
-A row that is not live (before the start, past the end; unread pages may hold NaN) is masked in the scores and zeroed in
-shared memory before the value product, each warpgroup its own columns, after the tile's scores retired. Only pairs that may
-hold an edge of the context run the code for it.
+A row that is not live (before the start, past the end; unread pages may hold NaN) is masked in the scores and zeroed in shared
+memory before the value product, each warpgroup its own columns, after the tile's scores retired. Behind the block's rows a
+copy has left zeros. Only pairs that may hold an edge of the context run the code for it.
 
-A whole request is written to the output; a piece as the tensor cores leave it, and `sm90_combine` merges pieces.
+A whole request is written to the output; a piece from registers, as the tensor cores leave it, and `sm90_combine` merges
+pieces.
 
 Where the list gives every request two parts, 2i and 2i + 1, their blocks are a cluster and leave no pieces: they are joined.
 Each has half of the tokens. The first finishes columns 0..255, which left holds in both, the second 256..511, which right
@@ -60,11 +68,11 @@ warpgroup of the other block, which adds them to its own:
     sender     sums to where the tokens were     wait READY     copy to the other block's memory, where its queries were
     receiver                                     wait RECEIVED  add, write to the output
 
-READY is the other block's left saying that all its scores and products have retired; RECEIVED counts the bytes that arrive. The
-blocks meet at the start, so that the other's barriers are set up, and at the end, so that neither's memory goes while the other
-copies from it. A part of a joined request holds nothing else: each barrier is used once. The second part of a request of one
-tile is empty, and such a request is not joined. The kernel for lists that cannot be joined (`may_join`) is compiled without all
-this and launched without clusters.
+READY is the other block's left saying that all its scores and products have retired; RECEIVED counts the bytes that arrive.
+The blocks meet at the start, so that the other's barriers are set up, and at the end, so that neither's memory goes while the
+other copies from it. A part of a joined request holds nothing else: each barrier is used once. The second part of a request of
+one tile is empty, and such a request is not joined. The kernel for lists that cannot be joined (`may_join`) is compiled
+without all this and launched without clusters.
 
     sm90_kernel.py    memory, barriers, who does what     sm90_finish.py       the end of a request
     sm90_producer.py  what is fetched when                sm90_tiles.py        masks, softmax, views of fragments

@@ -3,8 +3,9 @@
 A piece lies in memory as the tensor cores left it, so that every store of the attention and every load here is 256 bytes in a
 row for a warp. A unit is what two such stores write: 8 rows by 16 columns, of each lane 2 and 2 values. A warp merges a unit,
 or `sharing` warps do, each with every so-manieth piece, and one of them adds up their sums: with few requests a request is in
-as many pieces as there are parts. Where there are fewer requests than parts the grid counts requests, else the parts that
-begin inside one. A request that is whole was written by the attention itself and is not touched.
+as many pieces as there are parts, and few warps would have all the work. Where there are fewer requests than parts the grid
+counts requests, else the parts that begin inside one. A request that is whole was written by the attention itself and is not
+touched.
 
 The launch starts while the attention ends, and every block, one that will return at once too, waits for the attention before
 it reads or writes anything: the kernel behind may then take the end of this one for the end of all before it.
@@ -18,9 +19,8 @@ from cute_kernels.support import smem_allocator
 
 COMBINE = "block_attention_combine_sm90"
 WARP, WARPS, LANE = 32, 8, 4  # threads of a warp, warps of a block, values of a lane
-MANY = 4  # warps that share a unit where pieces are many
-AT_ONCE = {1: 2, MANY: 4}  # pieces whose loads a warp has in flight
-UNITS = {1: 4, MANY: 1}  # units of a warp, of the same rows
+SHARING = (1, 2, 4, 8)  # warps of a unit
+BLOCKS, WORTH = 1024, 3  # more warps share a unit while the blocks are at most so many, and the pieces of a warp at least
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class CombineConfig:
     """What is fixed when the kernel is compiled.
 
     Attributes:
-        value_width: c. dtype: of the output. sharing: warps of a unit, 1 or MANY. by_request: the grid counts requests.
+        value_width: c. dtype: of the output. sharing: warps of a unit, of SHARING. by_request: the grid counts requests.
     """
 
     value_width: int
@@ -36,15 +36,26 @@ class CombineConfig:
     sharing: int
     by_request: bool
 
+    @property
+    def units(self) -> int:
+        """Units of a warp, of the same rows."""
+        return 4 if self.sharing == 1 else 1
 
-def config_for(value_width: int, dtype: str, batch: int, parts: int) -> CombineConfig:
-    """The kernel for so many requests in so many parts."""
-    return CombineConfig(value_width, dtype, MANY if MANY * batch <= parts else 1, batch < parts)
+    @property
+    def at_once(self) -> int:
+        """Pieces whose loads a warp has in flight."""
+        return 2 if self.sharing == 1 else 4
+
+
+def config_for(value_width: int, dtype: str, batch: int, parts: int, units: int) -> CombineConfig:
+    """The kernel for so many requests of so many units each, in so many parts."""
+    fit = (s for s in SHARING[1:] if s * batch * WORTH <= parts and s * batch * units <= BLOCKS * WARPS)
+    return CombineConfig(value_width, dtype, max(fit, default=1), batch < parts)
 
 
 def configs(value_width: int, dtype: str) -> tuple[CombineConfig, ...]:
     """All that `config_for` may return."""
-    cases = ((MANY, True), (1, True), (1, False))
+    cases = (*((sharing, True) for sharing in SHARING), (1, False))
     return tuple(CombineConfig(value_width, dtype, sharing, by_request) for sharing, by_request in cases)
 
 
@@ -78,7 +89,7 @@ def kernel_class() -> type:
             if cutlass.const_expr(self.config.by_request):
                 requests = mOut.shape[0]
             self.kernel(mRequests, mBoundaries, mPartial, mPartialLse, mOut, mLse).launch(
-                grid=[mPartial.shape[1] * self.config.sharing // (WARPS * UNITS[self.config.sharing]), requests, 1],
+                grid=[mPartial.shape[1] * self.config.sharing // (WARPS * self.config.units), requests, 1],
                 block=[WARPS * WARP, 1, 1],
                 stream=stream,
                 use_pdl=True,
@@ -125,7 +136,7 @@ def kernel_class() -> type:
             warp: Int32,
             lane: Int32,
         ):
-            sharing, units, at_once = self.config.sharing, UNITS[self.config.sharing], AT_ONCE[self.config.sharing]
+            sharing, units, at_once = self.config.sharing, self.config.units, self.config.at_once
             unit, share = (block * WARPS + warp) // sharing * units, warp % sharing
             # (row tile, half of the columns, warp, row of a thread's two, pair of column groups); see `SM90_UNITS`
             row = unit // SM90_UNITS * SM90_BLOCK + unit // 32 % 4 * 16 + unit // 16 % 2 * 8 + lane // 4

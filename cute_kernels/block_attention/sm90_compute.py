@@ -14,7 +14,7 @@ from cute_kernels.block_attention import sm90_tiles as tiles
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
 from cute_kernels.block_attention.extent import context_tiles, span
 from cute_kernels.block_attention.sm90_finish import finish, traded
-from cute_kernels.block_attention.sm90_roles import BOTH, COMPUTING, left, right, score
+from cute_kernels.block_attention.sm90_roles import left, right, score
 from cute_kernels.block_attention.sm90_tiles import HALF, LEFT, LOWEST, RIGHT
 from cute_kernels.ptx import of_block, wait
 
@@ -47,6 +47,7 @@ def compute(
     store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     copy_q = cute.make_tiled_copy_A(load, qk_rotary).get_slice(thread)
     copy_p = cute.make_tiled_copy_C(store, qk).get_slice(thread)
+    copy_o = cute.make_tiled_copy_C(store, pv_own).get_slice(thread)
     sent, got = traded(c.sums_here, thread), traded(c.sums_there, thread)
     # What both roles use, by name; no value here changes but registers and shared memory
     k = SimpleNamespace(
@@ -87,6 +88,9 @@ def compute(
         scale_log2=c.scale_log2,
         block_rows=c.block_rows,
         rank=part % 2,
+        copy_o=copy_o,
+        sOut=copy_o.partition_D(c.sOut),
+        staged=c.staged,
         ready=c.ready,
         received=c.received,
         sSent=sent[0],
@@ -106,9 +110,6 @@ def compute(
         item = (start, context)
         rO.fill(0.0)
         k.rSum.fill(0.0)
-        if c.group == 0 and thread % 4 == 0:
-            c.sTop[c.row] = Float32(LOWEST)
-            c.sTop[c.row + 8] = Float32(LOWEST)
         # Of the pairs before the last, the first may hold the start of the context, and the one before a lone last tile its
         # end; the pairs from plain to far need no mask
         pairs, plain = (end - begin + 1) // 2, Int32(0)
@@ -117,12 +118,15 @@ def compute(
         far = pairs - 1 - (end - begin) % 2
         if far < plain:
             far = plain
-        wait(c.landed_q, phase_q)
-        phase_q = phase_q ^ 1
-        cute.copy(load, copy_q.partition_S(c.sP1), copy_q.retile(rQ))
-        # The rotary part is in registers: P1 may take its place
-        cute.arch.barrier(barrier_id=BOTH, number_of_threads=COMPUTING)
         if c.group == 0:
+            if thread % 4 == 0:
+                c.sTop[c.row] = Float32(LOWEST)
+                c.sTop[c.row + 8] = Float32(LOWEST)
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(2):
+                wait(c.landed_q + i, phase_q)
+            phase_q = phase_q ^ 1
+            cute.copy(load, copy_q.partition_S(c.sP1), copy_q.retile(rQ))
             score(k, phase, 0, (*range(*LEFT), *range(*RIGHT)))
             phase = phase ^ 1
             warpgroup.wait_group(0)
@@ -133,15 +137,19 @@ def compute(
                 for pair in cutlass.range(far * side, plain + (pairs - 1 - plain) * side, unroll=1):
                     left(k, item, begin + 2 * pair, phase, True, False, False)
                     phase = phase ^ 1
+            ptx.arrive(c.free_q, k.is_speaker)
             if (end - begin) % 2 == 0:
                 left(k, item, end - 2, phase, True, True, False)
             else:
                 left(k, item, end - 1, phase, True, True, True)
-            ptx.arrive(c.free_q, k.is_speaker)
+            ptx.arrive(c.free_q + 1, k.is_speaker)
             if cutlass.const_expr(joins):
                 ptx.arrive_at_peer(k.peer_ready, k.is_speaker & (pieces < 0))
         else:
             if end - begin > 1:
+                for i in cutlass.range_constexpr(2):
+                    wait(c.landed_q + i, phase_q)  # if it scores nothing, FIRST says that they landed
+                cute.copy(load, copy_q.partition_S(c.sP1), copy_q.retile(rQ))
                 score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
                 phase = phase ^ 1
                 warpgroup.wait_group(0)
@@ -157,6 +165,8 @@ def compute(
                         score(k, phase, 1, (*range(*RIGHT), *range(*LEFT)))
                         phase = phase ^ 1
                         warpgroup.wait_group(0)
+            phase_q = phase_q ^ 1
+            ptx.arrive(c.free_q, k.is_speaker)
             if (end - begin) % 2 == 0:
                 right(k, item, end - 2, True, False)
             else:

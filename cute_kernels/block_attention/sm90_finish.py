@@ -20,26 +20,15 @@ SENT_BYTES = 16 * HALF * 4 + 16 * 2 * 4  # of a warp to the other block: sums of
 
 
 @cute.jit
-def write_rows(k: SimpleNamespace, mOut: cute.Tensor, request: Int32):
-    """The accumulator, scaled and rounded, 16 bytes a store: the four threads of a row trade words until each has 8 columns."""
-    lane = k.thread % 4
-    is_odd, is_high = lane % 2 == 1, lane >= 2
-    rRow = cute.make_rmem_tensor((2, 4), k.rP.element_type)
-    rWords = cute.recast_tensor(rRow, Int32)  # (1, 4)
-    rOut = cute.make_rmem_tensor((8,), k.rP.element_type)
-    rLine = cute.recast_tensor(rOut, Int32)
-    for r in cutlass.range_constexpr(2):
-        row = k.row_tile * SM90_BLOCK + k.row + 8 * r
-        for g in cutlass.range_constexpr(HALF // 32):
-            for j in cutlass.range_constexpr(4):
-                rRow[None, j].store((k.rO[(None, r, 4 * g + j), 0, 0].load() * k.rShrink[r]).to(k.rP.element_type))
-            w = [rWords[j] for j in range(4)]
-            low, high = trade(is_odd, w[0], w[1], 1), trade(is_odd, w[2], w[3], 1)
-            a, b = trade(is_high, low[0], high[0], 2), trade(is_high, low[1], high[1], 2)
-            rLine[0], rLine[1], rLine[2], rLine[3] = a[0], b[0], a[1], b[1]
-            if row < mOut.shape[1]:
-                column = k.group * (HALF // 8) + 4 * g + lane
-                cute.autovec_copy(rOut, cute.tiled_divide(mOut[request, row, None], (8,))[None, column])
+def stage_rows(k: SimpleNamespace):
+    """The accumulator, scaled and rounded, to where the second tile of a pair was; the fetching warp stores it."""
+    rOut = cute.make_rmem_tensor(k.rO.layout, k.rP.element_type)
+    for n in cutlass.range_constexpr(HALF // 8):
+        for r in cutlass.range_constexpr(2):
+            rOut[(None, r, n), 0, 0].store((k.rO[(None, r, n), 0, 0].load() * k.rShrink[r]).to(k.rP.element_type))
+    cute.copy(k.store, k.copy_o.retile(rOut), k.sOut)
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -55,19 +44,6 @@ def write_piece(k: SimpleNamespace, mPartial: cute.Tensor, slot: Int32, rows: In
             for n in cutlass.range_constexpr(HALF // 8):
                 rTwo.store(k.rO[(None, r, n), 0, 0].load() * k.rShrink[r])
                 cute.autovec_copy(rTwo, own[None, HALF // 8 * r + n])
-
-
-@cute.jit
-def trade(is_upper: cutlass.Boolean, x: Int32, y: Int32, offset: cutlass.Constexpr[int]):
-    """Of (x, y) the lower thread keeps x and gets the other's x, the upper one keeps y and gets the other's y."""
-    given, kept = y, x
-    if is_upper:
-        given, kept = x, y
-    got = cute.arch.shuffle_sync_bfly(given, offset=offset)
-    first, second = kept, got
-    if is_upper:
-        first, second = got, kept
-    return first, second
 
 
 def traded(memory: cute.Pointer, thread: Int32) -> tuple[cute.Tensor, cute.Tensor]:
@@ -149,7 +125,9 @@ def finish(
     cute.arch.barrier(barrier_id=BOTH, number_of_threads=COMPUTING)
     for r in cutlass.range_constexpr(2):
         k.rSum[r] = k.rSum[r] + k.sShrink[k.row + 8 * r, k.group]
-        k.rTop[r] = k.sTop[k.row + 8 * r]
+    if k.group == 0:  # right has it from the last tile, and must not read here: left may begin the next request
+        for r in cutlass.range_constexpr(2):
+            k.rTop[r] = k.sTop[k.row + 8 * r]
     is_mine = cutlass.Boolean(True)
     if cutlass.const_expr(joins):  # left sums go to the first of two blocks, right's to the second
         is_whole, is_mine = is_whole | (pieces < 0), (pieces > 0) | (k.group == k.rank)
@@ -163,7 +141,9 @@ def finish(
     if is_first:
         slot = 2 * part + 1
     if is_mine & is_whole:
-        write_rows(k, mOut, request)
+        stage_rows(k)
+    if is_whole:
+        ptx.arrive(k.staged, k.is_speaker)
     if is_mine & (not is_whole):
         write_piece(k, mPartial, slot, mOut.shape[1])
     for r in cutlass.range_constexpr(2):

@@ -7,6 +7,7 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK, BlockAttentionConfig
 from cute_kernels.block_attention.sm90_compute import compute
 from cute_kernels.block_attention.sm90_finish import SENT_BYTES
@@ -17,7 +18,8 @@ from cute_kernels.ptx import expect_bytes, map_address
 from cute_kernels.support import smem_allocator
 
 THREADS = COMPUTING + 128  # a warpgroup more, one warp of which fetches
-FEW, MANY = 56, 224  # registers of a thread there, and of one that computes: together what a block of 384 threads starts with
+# Registers of a thread there, and of one that computes, by boxes of a tile: together what a block of 384 threads starts with
+REGISTERS = {1: (40, 232), 2: (56, 224)}
 
 
 class BlockAttentionSm90:
@@ -64,9 +66,10 @@ class BlockAttentionSm90:
         @cute.struct
         class Shared:
             landed: cute.struct.MemRange[Int64, 2 * CHUNKS]
-            landed_q: cute.struct.MemRange[Int64, 1]
+            landed_q: cute.struct.MemRange[Int64, 2]
             free: cute.struct.MemRange[Int64, 4]
-            free_q: cute.struct.MemRange[Int64, 1]
+            free_q: cute.struct.MemRange[Int64, 2]
+            staged: cute.struct.MemRange[Int64, 1]
             ready: cute.struct.MemRange[Int64, 1]
             received: cute.struct.MemRange[Int64, 1]
             top: cute.struct.MemRange[Float32, SM90_BLOCK]
@@ -79,11 +82,13 @@ class BlockAttentionSm90:
         load = cpasync.CopyBulkTensorTileG2SOp()
         tile = (SM90_BLOCK, SEGMENT)
         by_request = [
-            cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0])) for tensor in (mQ, mBlock, mPages)
+            cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 2, 0]))
+            for tensor in (mQ, mBlock, mPages, mOut)
         ]
         tma_q, _ = cpasync.make_tiled_tma_atom(load, by_request[0], layout_p, tile)
         tma_block, tBlock = cpasync.make_tiled_tma_atom(load, by_request[1], layout_box, (self.box, SEGMENT))
         tma_pages, tPages = cpasync.make_tiled_tma_atom(load, by_request[2], layout_box, (self.box, SEGMENT))
+        tma_out, _ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), by_request[3], layout_p, tile)
         self.kernel(
             tma_q,
             tma_block,
@@ -103,6 +108,7 @@ class BlockAttentionSm90:
             layout_q,
             layout_k,
             layout_p,
+            tma_out,
         ).launch(
             grid=[(mOut.shape[1] + SM90_BLOCK - 1) // SM90_BLOCK, mBoundaries.shape[0] - 1, 1],
             block=[THREADS, 1, 1],
@@ -136,6 +142,7 @@ class BlockAttentionSm90:
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         layout_p: cute.ComposedLayout,
+        tma_out: cute.CopyAtom,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         row_tile, part, _ = cute.arch.block_idx()
@@ -155,20 +162,24 @@ class BlockAttentionSm90:
         landed, landed_q = shared.landed.data_ptr(), shared.landed_q.data_ptr()
         free, free_q = shared.free.data_ptr(), shared.free_q.data_ptr()
         if warp_index == 0:
-            for atom in (tma_q, tma_block, tma_pages):
+            for atom in (tma_q, tma_block, tma_pages, tma_out):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(2 * CHUNKS):
                     cute.arch.mbarrier_init(landed + i, 1)
                 cute.arch.mbarrier_init(landed_q, 1)
+                cute.arch.mbarrier_init(landed_q + 1, 1)
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(free + i, 4)
-                cute.arch.mbarrier_init(free_q, 4)
+                cute.arch.mbarrier_init(free_q, 8)
+                cute.arch.mbarrier_init(free_q + 1, 4)
+                cute.arch.mbarrier_init(shared.staged.data_ptr(), 8)
                 cute.arch.mbarrier_init(shared.ready.data_ptr(), 4)
                 cute.arch.mbarrier_init(shared.received.data_ptr(), 1)
                 expect_bytes(shared.received.data_ptr().toint(), 4 * SENT_BYTES)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        slice_begin, slice_bytes = [ptx.again(x) for x in slice_of(self.box, row_tile)]  # a division; here nothing waits for it
         if cutlass.const_expr(self.joins):
             cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()  # before it, nothing of global memory is read or written
@@ -180,10 +191,9 @@ class BlockAttentionSm90:
         if last_tile > 0:
             stop = last_request + 1
         if group == 2:
-            cute.arch.setmaxregister_decrease(FEW)
+            cute.arch.setmaxregister_decrease(REGISTERS[self.boxes][0])
             if warp_of_group == 0:
                 with cute.arch.elect_one():
-                    slice_begin, slice_bytes = slice_of(self.box, row_tile)
                     f = SimpleNamespace(
                         landed_q=landed_q,
                         free=free,
@@ -191,6 +201,9 @@ class BlockAttentionSm90:
                         map_queries=map_address(tma_q, landed),
                         map_pages=map_address(tma_pages, landed),
                         map_block=map_address(tma_block, landed),
+                        map_out=map_address(tma_out, landed),
+                        staged=shared.staged.data_ptr(),
+                        rank=part % 2,
                         queries_at=shared.queries.data_ptr().toint(),
                         tokens_at=shared.tokens.data_ptr().toint(),
                         landed_at=landed.toint(),
@@ -206,13 +219,15 @@ class BlockAttentionSm90:
                         slice_bytes=slice_bytes,
                         row_tile=row_tile,
                     )
-                    fetch(f, mTable, mRequests, first_item, first_request, first_tile, last_request, last_tile, stop)
+                    fetch(
+                        f, self.joins, mTable, mRequests, first_item, first_request, first_tile, last_request, last_tile, stop
+                    )
             if cutlass.const_expr(self.joins):
                 cute.arch.cluster_wait()
             else:  # were the other threads gone, the fetching one would be compiled for the warp's datapath, which is slower
                 cute.arch.sync_warp()
         else:
-            cute.arch.setmaxregister_increase(MANY)
+            cute.arch.setmaxregister_increase(REGISTERS[self.boxes][1])
             if cutlass.const_expr(self.joins):
                 cute.arch.cluster_wait()  # the other block's barriers are set up
             c = SimpleNamespace(
@@ -241,6 +256,12 @@ class BlockAttentionSm90:
                 row_tile=row_tile,
                 scale_log2=scale_log2,
                 block_rows=tBlock.shape[0],
+                staged=shared.staged.data_ptr(),
+                sOut=cute.local_tile(
+                    shared.tokens.get_tensor(layout_k.outer, swizzle=layout_k.inner)[None, None, 1],
+                    (SM90_BLOCK, HALF),
+                    (0, group),
+                ),
                 ready=shared.ready.data_ptr(),
                 received=shared.received.data_ptr(),
                 sums_here=cute.recast_ptr(shared.tokens.data_ptr(), dtype=Float32),

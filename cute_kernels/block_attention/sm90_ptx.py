@@ -26,6 +26,20 @@ def copy_box(
 
 
 @dsl_user_op
+def store_box(tensor_map: Int64, column: Int32, row: Int32, index: Int32, source: Int32, *, loc=None, ip=None) -> None:
+    """Copy shared memory to one box of a 3-D tensor map; rows past the tensor are not written. One thread issues it."""
+    ints = [Int32(x).ir_value(loc=loc, ip=ip) for x in (column, row, index, source)]
+    text = "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [$0, {$1, $2, $3}], [$4];"
+    asm(text, "l,r,r,r,r,~{memory}", Int64(tensor_map).ir_value(loc=loc, ip=ip), *ints, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def wait_until_read(*, loc=None, ip=None) -> None:
+    """Wait until all that this thread has stored from shared memory was read there."""
+    asm("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;", "~{memory}", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def again(value: Int32, *, loc=None, ip=None) -> Int32:
     """The same number, but a compiler takes it for a new one: what is computed from it is not kept from one use to the next."""
     return Int32(opaque("mov.b32 $0, $1;", "=r,r", T.i32(), Int32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
@@ -50,6 +64,20 @@ def ask_ahead(address: Int64, size: Int32, *, loc=None, ip=None) -> None:
         loc=loc,
         ip=ip,
     )
+
+
+@dsl_user_op
+def ask_line_ahead(address: Int64, *, loc=None, ip=None) -> None:
+    """Ask for the line that an address is in into L2."""
+    asm("prefetch.global.L2 [$0];", "l,~{memory}", Int64(address).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def ask_box_ahead(tensor_map: Int64, column: Int32, row: Int32, index: Int32, *, loc=None, ip=None) -> None:
+    """Ask for one box of a 3-D tensor map into L2."""
+    ints = [Int32(x).ir_value(loc=loc, ip=ip) for x in (column, row, index)]
+    text = "cp.async.bulk.prefetch.tensor.3d.L2.global.tile [$0, {$1, $2, $3}];"
+    asm(text, "l,r,r,r,~{memory}", Int64(tensor_map).ir_value(loc=loc, ip=ip), *ints, loc=loc, ip=ip)
 
 
 @dsl_user_op

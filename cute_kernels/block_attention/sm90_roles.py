@@ -51,6 +51,12 @@ def share_weights(k: SimpleNamespace, target: cute.Tensor) -> None:
     cute.arch.fence_view_async_shared()
 
 
+def clear(k: SimpleNamespace, item: tuple, tile: Int32, group: int, stage: int) -> None:
+    """Zero the rows of a tile that are not live. Behind the block's rows a copy has left zeros."""
+    first, end = live_columns(*item, SM90_BLOCK, tile, SM90_BLOCK)
+    tiles.clear_rows(k.sRaw, first, end, group, k.thread, stage)
+
+
 @cute.jit
 def left(
     k: SimpleNamespace,
@@ -66,7 +72,7 @@ def left(
     if cutlass.const_expr(is_edge):
         first, end = live_columns(start, context, k.block_rows, tile, SM90_BLOCK)
         tiles.mask(k.S, first, end, k.thread)
-        tiles.clear_rows(k.sRaw, first, end, 0, k.thread, 0)
+        clear(k, item, tile, 0, 0)
     tiles.largest(k.S, k.rTop)
     tiles.settle(k.rTop, k.rShrink, k.sTop, k.sShrink, k.row, k.thread, k.scale_log2, 0)
     tiles.follow(k.O, k.rSum, k.rShrink, False)
@@ -81,8 +87,7 @@ def left(
     if cutlass.const_expr(not is_alone):
         cute.arch.barrier(barrier_id=SECOND, number_of_threads=COMPUTING)
         if cutlass.const_expr(is_edge):
-            first, end = live_columns(start, context, k.block_rows, tile + 1, SM90_BLOCK)
-            tiles.clear_rows(k.sRaw, first, end, 0, k.thread, 1)
+            clear(k, item, tile + 1, 0, 1)
         for r in cutlass.range_constexpr(2):
             k.rShrink[r] = k.sShrink[k.row + 8 * r, 1]
         tiles.follow(k.O, k.rSum, k.rShrink, False)
@@ -114,12 +119,11 @@ def right(
         if cutlass.const_expr(is_edge):
             first, end = live_columns(start, context, k.block_rows, tile + 1, SM90_BLOCK)
             tiles.mask(k.S, first, end, k.thread)
-            tiles.clear_rows(k.sRaw, first, end, 1, k.thread, 1)
+            clear(k, item, tile + 1, 1, 1)
         tiles.largest(k.S, k.rTop)
     cute.arch.barrier(barrier_id=FIRST, number_of_threads=COMPUTING)
     if cutlass.const_expr(is_edge):
-        first, end = live_columns(start, context, k.block_rows, tile, SM90_BLOCK)
-        tiles.clear_rows(k.sRaw, first, end, 1, k.thread, 0)
+        clear(k, item, tile, 1, 0)
     for r in cutlass.range_constexpr(2):
         k.rShrink[r] = k.sShrink[k.row + 8 * r, 0]
     tiles.follow(k.O, k.rSum, k.rShrink, False)
@@ -140,5 +144,7 @@ def right(
         warpgroup.wait_group(0)
         release(k, 1, 1)
     else:
+        for r in cutlass.range_constexpr(2):
+            k.rTop[r] = k.sTop[k.row + 8 * r]
         warpgroup.wait_group(0)
         release(k, 0, 1)

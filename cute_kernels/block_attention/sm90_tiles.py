@@ -7,6 +7,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from cute_kernels.block_attention import sm90_ptx as ptx
 from cute_kernels.block_attention.config import SEGMENT, SM90_BLOCK
 
 CHUNKS = 9  # of 64 columns in a latent, 8 of them values
@@ -39,6 +40,14 @@ def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tenso
     for k in range(cute.size(a.shape[2])):
         atom.set(warpgroup.Field.ACCUMULATE, not (clear and k == 0))
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+
+
+@cute.jit
+def ask_ahead(mTable: cute.Tensor, page_size: cutlass.Constexpr[int], request: Int32, start: Int32, tile: Int32):
+    """The table's entry of a tile into L2, for `find`."""
+    entry = (((start >> SHIFT) + tile) << SHIFT) >> (page_size.bit_length() - 1)
+    if entry < mTable.shape[1]:
+        ptx.ask_line_ahead((mTable.iterator + cute.crd2idx((request, entry), mTable.layout)).toint())
 
 
 @cute.jit
