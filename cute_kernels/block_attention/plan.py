@@ -132,6 +132,8 @@ def kernel_class() -> type:
             of_threads, of_warps = cute.make_layout((PLAN_THREADS,)), cute.make_layout((PLAN_WARPS,))
             sEnd = allocator.allocate_tensor(Int32, of_threads, byte_alignment=16)
             sTiles = allocator.allocate_tensor(Int32, of_threads, byte_alignment=16)
+            sStart = allocator.allocate_tensor(Int32, of_threads, byte_alignment=16)  # of a thread's last request: its only one
+            sContext = allocator.allocate_tensor(Int32, of_threads, byte_alignment=16)  # where all have their own
             sCosts = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
             sPieces = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
             sTried = allocator.allocate_tensor(Int32, of_warps, byte_alignment=16)
@@ -152,8 +154,8 @@ def kernel_class() -> type:
                 context = stop - start
                 if stop < start:
                     context = Int32(0)
-                mRequests[request, 0] = start
-                mRequests[request, 1] = context
+                mRequests[request, 0], mRequests[request, 1] = start, context
+                sStart[tidx], sContext[tidx] = start, context
                 tiles = self.count(start, context, block_rows)
                 own += self.schedule.item_cost + tiles
             end = self.sum_up_to(own, sCosts)
@@ -225,7 +227,10 @@ def kernel_class() -> type:
                             tile = Int32(0)
                 start, context = Int32(0), Int32(0)
                 if found < batch:
-                    start, context = mRequests[found, 0], mRequests[found, 1]
+                    if per_thread == 1:
+                        start, context = sStart[found], sContext[found]
+                    else:
+                        start, context = mRequests[found, 0], mRequests[found, 1]
                 mBoundaries[part, 0], mBoundaries[part, 1] = found, tile
                 mBoundaries[part, 2], mBoundaries[part, 3] = start, context
 
