@@ -16,7 +16,7 @@ all tiles, right 256..511, so that each needs the other's weights. Tiles are sum
             write P1                                        arrive SECOND   (the same of tile 1)
             O += P1 V1; score the next tile 1
 
-The last tile of a request may have no partner; then right has no softmax, and nobody meets at SECOND.
+The last tile of a request may have no partner; then right has no softmax, and arrives at SECOND at once.
 
 This order takes two meetings a pair, and no weight is scaled after it was rounded. It is possible because the reference that
 weights are measured against rises only where a row's maximum passes it by more than LAZY = 8 powers of two: weights stay below
@@ -31,12 +31,12 @@ too, and fetched when the last scores of this one have retired, but for their ro
 Registers are moved from its warpgroup to the other two.
 
 It also stores. The rows of a whole request are rounded and laid where the second tile of a pair was, each warpgroup's columns
-where its own values were; from there the fetching warp copies them out while the next request's first scores are computed, and
-only then fills that buffer.
+where its own values were; from there the fetching warp copies them out while the next request's first tile is scored, and only
+then fills that buffer. Where the next request has but one tile, its scores wait for that.
 
 Why no barrier is overrun: a warpgroup arrives at one for the second time only after it has waited for another at which the
-other warpgroup arrived after it had waited for the first: FIRST(n) < SECOND(n) < FIRST(n + 1). Where SECOND is left out the
-request ends, and a barrier of both warpgroups follows.
+other warpgroup arrived after it had waited for the first: FIRST(n) < SECOND(n) < FIRST(n + 1). What the warpgroups tell each
+other at a request's end, both read before they arrive at the next request's FIRST or SECOND, and write behind one of them.
 
 Why no tile is overwritten while it is read: a half of a buffer is read by the warpgroup that sums it, which releases it after
 its own product with it retired, and by the scores, which retired before their scorer arrived at FIRST or SECOND, for which the
@@ -66,7 +66,7 @@ holds. So the first block's right and the second's left send their sums, and wha
 warpgroup of the other block, which adds them to its own:
 
     sender     sums to where the tokens were     wait READY     copy to the other block's memory, where its queries were
-    receiver                                     wait RECEIVED  add, write to the output
+    receiver                                     wait RECEIVED  add, lay out to be stored
 
 READY is the other block's left saying that all its scores and products have retired; RECEIVED counts the bytes that arrive.
 The blocks meet at the start, so that the other's barriers are set up, and at the end, so that neither's memory goes while the

@@ -20,7 +20,7 @@ from cute_kernels.support import smem_allocator
 COMBINE = "block_attention_combine_sm90"
 WARP, WARPS, LANE = 32, 8, 4  # threads of a warp, warps of a block, values of a lane
 SHARING = (1, 2, 4, 8)  # warps of a unit
-BLOCKS, WORTH = 1024, 3  # more warps share a unit while the blocks are at most so many, and the pieces of a warp at least
+BLOCKS, WORTH = 1024, 3  # more warps share a unit while blocks are at most so many, and parts of a request for each at least
 
 
 @dataclass(frozen=True)

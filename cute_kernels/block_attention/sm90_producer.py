@@ -1,4 +1,4 @@
-"""The warp that fetches in the sm90 schedule: queries, pages and blocks, in the order in which they are needed.
+"""The warp that fetches in the sm90 schedule: queries, pages and blocks as they are needed; and that stores whole requests.
 
 Imports the compiler.
 """

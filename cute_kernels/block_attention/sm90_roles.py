@@ -103,6 +103,9 @@ def left(
             release(k, 1, 0)
             score(k, phase, 0, tuple(range(*RIGHT)), False)
             warpgroup.wait_group(0)
+    else:
+        # Behind it left may tell right the next sums: right has read the last ones
+        cute.arch.barrier(barrier_id=SECOND, number_of_threads=COMPUTING)
 
 
 @cute.jit
@@ -122,6 +125,8 @@ def right(
             clear(k, item, tile + 1, 1, 1)
         tiles.largest(k.S, k.rTop)
     cute.arch.barrier(barrier_id=FIRST, number_of_threads=COMPUTING)
+    if cutlass.const_expr(is_alone):
+        cute.arch.barrier_arrive(barrier_id=SECOND, number_of_threads=COMPUTING)
     if cutlass.const_expr(is_edge):
         clear(k, item, tile, 1, 0)
     for r in cutlass.range_constexpr(2):

@@ -47,7 +47,7 @@ def test_pieces_have_room_for_whole_row_tiles(rows: int, row_tiles: int) -> None
     [
         (1, 16, 8, 4, True),
         (2, 16, 8, 2, True),
-        (3, 16, 8, 1, True),
+        (4, 16, 8, 1, True),
         (15, 16, 8, 1, True),
         (16, 16, 8, 1, False),
         (1, 132, 1, 8, True),
