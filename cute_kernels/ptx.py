@@ -37,6 +37,28 @@ def _issue(text: str, constraints: str, result: Any, operands: Any, stays: bool,
     )
 
 
+def copy_box_by(
+    instruction: str, target: Any, tensor_map: Any, place: tuple[Any, ...], barrier: Any, loc: Any, ip: Any
+) -> None:
+    """Copy one box of a 3-D tensor map to shared memory; place: its column, row and index."""
+    ints = [Int32(x).ir_value(loc=loc, ip=ip) for x in (*place, barrier)]
+    asm(
+        f"{instruction} [$0], [$1, {{$2, $3, $4}}], [$5];",
+        "r,l,r,r,r,r,~{memory}",
+        Int32(target).ir_value(loc=loc, ip=ip),
+        Int64(tensor_map).ir_value(loc=loc, ip=ip),
+        *ints,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def arrive_by(instruction: str, barrier: Any, is_one: Any, loc: Any, ip: Any) -> None:
+    """Arrive at a barrier, in the threads for which `is_one` holds; no branch."""
+    text = f"{{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t@P1 {instruction} _, [$0];\n\t}}"
+    asm(text, "r,r,~{memory}", *[Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, is_one)], loc=loc, ip=ip)
+
+
 @dsl_user_op
 def wait(barrier: cute.Pointer, phase: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Wait for a phase of a barrier in shared memory. It spins: `mbarrier_wait` of the DSL sleeps between two looks."""

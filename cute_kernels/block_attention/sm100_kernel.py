@@ -34,7 +34,7 @@ class BlockAttentionSm100:
         mPages: cute.Tensor,  # (num_pages, P, W)
         mTable: cute.Tensor,  # (B, max_pages), int32
         mRequests: cute.Tensor,  # (B, 4), int32: start, context tokens, first part, pieces
-        mBoundaries: cute.Tensor,  # (parts + 1, 2), int32: request, tile
+        mBoundaries: cute.Tensor,  # (parts + 1, 4), int32: request, tile, start, context
         mOut: cute.Tensor,  # (B, M, c)
         mLse: cute.Tensor,  # (B, M), fp32
         mPartial: cute.Tensor,  # (2 * parts, M, c), fp32
@@ -45,7 +45,7 @@ class BlockAttentionSm100:
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, self.dtype)
         layout_q = cute.tile_to_shape(atom, (ROWS, SEGMENT), order=(0, 1))
         layout_box = cute.tile_to_shape(atom, (self.box, SEGMENT), order=(0, 1))
-        of_block = ROWS * SEGMENT
+        chunk = ROWS * SEGMENT
 
         @cute.struct
         class Shared:
@@ -53,10 +53,10 @@ class BlockAttentionSm100:
             tensor_at: cute.struct.MemRange[Int32, 1]
             largest: cute.struct.MemRange[Float32, 2 * SM100_BLOCK]
             total: cute.struct.MemRange[Float32, SM100_BLOCK]
-            queries: cute.struct.Align[cute.struct.MemRange[self.dtype, CHUNKS * of_block], 1024]
-            keys: cute.struct.Align[cute.struct.MemRange[self.dtype, CHUNKS * of_block], 1024]
-            values: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * VALUE_CHUNKS * of_block], 1024]
-            weights: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * of_block], 1024]
+            queries: cute.struct.Align[cute.struct.MemRange[self.dtype, CHUNKS * chunk], 1024]
+            keys: cute.struct.Align[cute.struct.MemRange[self.dtype, CHUNKS * chunk], 1024]
+            values: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * VALUE_CHUNKS * chunk], 1024]
+            weights: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * chunk], 1024]
 
         self.Shared = Shared
         copy = cpasync.CopyBulkTensorTileG2SOp()

@@ -12,7 +12,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cute_kernels.block_attention.config import SM100_BLOCK
-from cute_kernels.ptx import asm
+from cute_kernels.ptx import arrive_by, asm, copy_box_by
 
 ATOM_BYTES = 1024
 ADDRESS = 0x3FFF  # the bits of a descriptor that hold an address in shared memory, in steps of 16 bytes
@@ -119,11 +119,7 @@ def wait(barrier: Int32, phase: Int32, *, loc=None, ip=None) -> None:
 @dsl_user_op
 def arrive(barrier: Int32, is_one: cutlass.Boolean, *, loc=None, ip=None) -> None:
     """Arrive at a barrier of either block, a cluster address, in the threads for which `is_one` holds; no branch."""
-    text = (
-        "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t@P1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];\n\t}"
-    )
-    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, is_one)]
-    asm(text, "r,r,~{memory}", *operands, loc=loc, ip=ip)
+    arrive_by("mbarrier.arrive.release.cluster.shared::cluster.b64", barrier, is_one, loc, ip)
 
 
 @dsl_user_op
@@ -134,17 +130,5 @@ def copy_box(
 
     `barrier` is a cluster address. One thread issues it.
     """
-    text = (
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2 "
-        "[$0], [$1, {$2, $3, $4}], [$5];"
-    )
-    ints = [Int32(x).ir_value(loc=loc, ip=ip) for x in (column, row, index, barrier)]
-    asm(
-        text,
-        "r,l,r,r,r,r,~{memory}",
-        Int32(target).ir_value(loc=loc, ip=ip),
-        Int64(tensor_map).ir_value(loc=loc, ip=ip),
-        *ints,
-        loc=loc,
-        ip=ip,
-    )
+    instruction = "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2"
+    copy_box_by(instruction, target, tensor_map, (column, row, index), barrier, loc, ip)

@@ -4,7 +4,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from cute_kernels.ptx import asm, opaque
+from cute_kernels.ptx import arrive_by, asm, copy_box_by, opaque
 
 
 @dsl_user_op
@@ -12,17 +12,8 @@ def copy_box(
     target: Int32, tensor_map: Int64, column: Int32, row: Int32, index: Int32, barrier: Int32, *, loc=None, ip=None
 ) -> None:
     """Copy one box of a 3-D tensor map to shared memory, addresses as numbers; one thread issues it."""
-    text = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4}], [$5];"
-    ints = [Int32(x).ir_value(loc=loc, ip=ip) for x in (column, row, index, barrier)]
-    asm(
-        text,
-        "r,l,r,r,r,r,~{memory}",
-        Int32(target).ir_value(loc=loc, ip=ip),
-        Int64(tensor_map).ir_value(loc=loc, ip=ip),
-        *ints,
-        loc=loc,
-        ip=ip,
-    )
+    instruction = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+    copy_box_by(instruction, target, tensor_map, (column, row, index), barrier, loc, ip)
 
 
 @dsl_user_op
@@ -48,9 +39,7 @@ def again(value: Int32, *, loc=None, ip=None) -> Int32:
 @dsl_user_op
 def arrive(barrier: cute.Pointer, is_one: cutlass.Boolean, *, loc=None, ip=None) -> None:
     """Arrive at a barrier in shared memory, in the threads for which `is_one` holds; no branch."""
-    address = barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
-    text = "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t@P1 mbarrier.arrive.shared::cta.b64 _, [$0];\n\t}"
-    asm(text, "r,r,~{memory}", address, Int32(is_one).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+    arrive_by("mbarrier.arrive.shared::cta.b64", barrier.toint(loc=loc, ip=ip), is_one, loc, ip)
 
 
 @dsl_user_op
@@ -94,7 +83,4 @@ def arrive_at_peer(barrier: Int32, is_one: cutlass.Boolean, *, loc=None, ip=None
 
     It orders nothing: with release at the cluster's scope every thread would wait here for all that the block has stored.
     """
-    text = (
-        "{\n\t.reg .pred P1;\n\tsetp.ne.b32 P1, $1, 0;\n\t@P1 mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [$0];\n\t}"
-    )
-    asm(text, "r,r,~{memory}", *[Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, is_one)], loc=loc, ip=ip)
+    arrive_by("mbarrier.arrive.relaxed.cluster.shared::cluster.b64", barrier, is_one, loc, ip)
