@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.schedules import (
+    check_a_graph_that_follows_lengths,
+    check_a_live_page_that_does_not_exist,
+    check_poison_that_is_not_read,
+    check_runs_agree_to_the_bit,
+    poisoned_workspace,
+)
 from kernels.test_block_attention import BATCHES, CONTEXTS, CPU, C, R, complaint, make, run
 
 from cute_kernels.arch import ARCHES
 from cute_kernels.block_attention import (
     BlockAttentionConfig,
     BlockAttentionWorkspace,
-    block_attention,
     candidates,
     config,
     num_parts,
@@ -228,15 +234,7 @@ def blackwell(case: dict[str, Any], **more: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def workspace(case: dict[str, Any], **more: Any) -> BlockAttentionWorkspace:
-    """A plan in buffers that held poison."""
-    batch, rows, heads, _ = case["q"].shape
-    shape = {"max_batch": batch + 3, "block_rows": rows, "heads": heads, "value_width": C, "device": case["q"].device}
-    plan = BlockAttentionWorkspace.allocate(**shape, schedule="sm100", **more)
-    for buffer in (plan.requests, plan.boundaries):
-        buffer.fill_(1 << 30)
-    for buffer in (plan.partial_out, plan.partial_lse):
-        buffer.fill_(torch.nan)
-    return plan_block_attention(case["context_len"], case["context_start"], workspace=plan, max_context=1 << 20)
+    return poisoned_workspace(case, "sm100", **more)
 
 
 @pytest.mark.gpu
@@ -295,23 +293,15 @@ def test_windows(device: torch.device, page_size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", PAGES)
 def test_poison_that_is_not_read_changes_nothing(device: torch.device, page_size: int) -> None:
-    case = case_of([0, 5, 130, 64, 1000], device, starts=[0, 2, 70, 63, 100], rows=7, heads=8, page_size=page_size)
-    clean = {**case, "pages": case["pages"].nan_to_num(0.0)}
-    clean["page_table"] = case["page_table"].clamp(0, case["pages"].shape[0] - 1)
-    for found, expected in zip(blackwell(case), blackwell(clean), strict=True):
-        assert torch.equal(found, expected)
+    starts = [0, 2, 70, 63, 100]
+    case = case_of([0, 5, 130, 64, 1000], device, starts=starts, rows=7, heads=8, page_size=page_size)
+    check_poison_that_is_not_read(blackwell, case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", PAGES)
 def test_a_live_page_that_does_not_exist_reads_as_zeros(device: torch.device, page_size: int) -> None:
-    case = case_of([400, 64], device, rows=7, heads=8, page_size=page_size)
-    zeroed = case["pages"].clone()
-    zeroed[case["page_table"][0, 1].long()] = 0.0
-    for page in (-1, -(2**31), case["pages"].shape[0], 2**31 - 1):
-        table = case["page_table"].clone()
-        table[0, 1] = page
-        assert torch.equal(blackwell({**case, "page_table": table})[0], blackwell({**case, "pages": zeroed})[0])
+    check_a_live_page_that_does_not_exist(blackwell, case_of([400, 64], device, rows=7, heads=8, page_size=page_size))
 
 
 @pytest.mark.gpu
@@ -325,32 +315,9 @@ def test_empty_operands(device: torch.device, empty: str) -> None:
 @pytest.mark.gpu
 def test_a_graph_follows_changed_lengths(device: torch.device) -> None:
     case = case_of([4000, 0, 65, 1], device, starts=[0, 0, 0, 0], rows=7, heads=8)
-    plan = workspace(case)
-    out, lse = torch.empty(4, 7, 8, C, dtype=torch.bfloat16, device=device), torch.empty(4, 7, 8, device=device)
-
-    def step() -> None:
-        plan_block_attention(case["context_len"], case["context_start"], workspace=plan, max_context=1 << 20)
-        block_attention(**case, plan=plan, out=out, lse=lse)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for lengths, starts in (([4000, 0, 65, 1], [0] * 4), ([0, 0, 0, 0], [0] * 4), ([3900, 0, 64, 1], [3000, 0, 63, 0])):
-        case["context_len"].copy_(torch.tensor(lengths))
-        case["context_start"].copy_(torch.tensor(starts))
-        for tensor in (out, lse, plan.partial_out, plan.partial_lse):
-            tensor.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert complaint(case, out, lse) is None, lengths
+    check_a_graph_that_follows_lengths(case, workspace(case))
 
 
 @pytest.mark.gpu
 def test_runs_agree_to_the_bit(device: torch.device) -> None:
-    case = case_of([4096, 0, 700, 65], device, rows=8, heads=64)
-    first = blackwell(case)
-    for _ in range(20):
-        for found, expected in zip(blackwell(case), first, strict=True):
-            assert torch.equal(found, expected)
+    check_runs_agree_to_the_bit(blackwell, case_of([4096, 0, 700, 65], device, rows=8, heads=64))
